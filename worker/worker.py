@@ -114,11 +114,11 @@ class Worker:
         self._poke()
 
     async def run(self) -> None:
-        """Serve until drained. Raises RedisUnavailable or EngineError if the worker cannot start or go on."""
+        """Serve until drained. Raises ConfigError, RedisUnavailable or EngineError if it cannot start or go on."""
+        snapshots = Snapshots(self.config.snapshots) if self.config.snapshots is not None else None
         redis = connect(self.config.redis_url, pool=self.config.pool)
         listener, waker = (connect(self.config.redis_url, pool=self.config.pool, blocking=True) for _ in range(2))
         ledger = Ledger(redis, self.config.pool)
-        snapshots = Snapshots(self.config.snapshots) if self.config.snapshots is not None else None
         served = self._engine, self._generation, ledger, self._engine_died, self._journal
         self._follower = WeightFollower(*served, snapshots=snapshots)
         self._service.follow(self._follower)
@@ -133,8 +133,8 @@ class Worker:
             on_done=self._blocks.done,
         )
         try:
+            await ping(redis)
             async with beside(self._heed_notices()), beside(says_it_starts(redis, self.config.pool, self.joined)):
-                await ping(redis)
                 await self._start_engine(ledger)
                 async with beside(undisturbed(self._commands.run)):
                     while not self._draining.is_set():

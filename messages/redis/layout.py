@@ -3,6 +3,9 @@
 Each shard of a pool with several has a record in its `load` hash: `<shard>/<how many> <id of the pool>`. A pool with
 one shard has none. The first party that opens a pool with several shards writes them, the home's first and with a `?`
 until all others are written, so that another one can complete what it began.
+
+Each server also has the addresses of all of them, in the field `servers` of the home's `load` key. So a URL that names
+only some is refused where it would find nothing. Whoever knows the layout writes it where it is missing or differs.
 """
 
 from __future__ import annotations
@@ -10,15 +13,18 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from ..errors import LayoutMismatch
 from .keys import Keys
 from .raw import is_wrong_type, text, whole
 
-FIELD = "layout"
+FIELD, SERVERS = "layout", "servers"
+SHOWN = 400
+"""Characters of a pool's servers that an error shows."""
 _RECORD = re.compile(r"(\d{1,3})/(\d{1,3}) ([0-9a-f]{16})( \?)?")
 
 
@@ -28,16 +34,38 @@ async def check_layout(redis: Any, pool: str, shards: Sequence[Any], clustered: 
     shards: a client for each shard, none if there is one only. Several shards of a server share their client.
     Raises LayoutMismatch, which names both layouts.
     """
+    home = Keys(pool)
+    servers = list(dict.fromkeys(shards)) if shards and not clustered else [redis]  # a cluster finds the home itself
+    marks = [await _field(server, home, SERVERS) for server in servers]
+    known = next(filter(None, marks), "")
+    asked = f"pool {pool}{f', which is on {known[:SHOWN]!r}' if known else ''}: the URL names "
     if not shards:
-        if found := await _field(redis, Keys(pool)):
-            raise LayoutMismatch(f"pool {pool}: the URL names one shard, and its Redis has shard {_told(found)}")
+        if found := await _field(redis, home):
+            raise LayoutMismatch(f"{asked}one shard, and its Redis has shard {_told(found)}")
+        if known:
+            raise LayoutMismatch(f"{asked}one shard, and {redis.where} is not the first of these servers: name all")
         return ""
-    asked = f"pool {pool}: the URL names {len(shards)} shards"
+    asked += f"{len(shards)} shards"
     records = await _records(pool, shards, clustered, asked)
+    if marks[0] and 0 not in records:
+        raise LayoutMismatch(f"{asked}; {redis.where} is not the first of these servers: name all")
     if not records:
-        await _check_unused(redis, pool, asked)
+        for server in servers:
+            await _check_unused(server, pool, asked)
     if not records or records.get(0, "").endswith("?"):
-        return await _write(pool, shards, asked)
+        pool_id = await _write(pool, shards, asked)
+    else:
+        pool_id = _agreed(pool, shards, records, asked)
+    told = "; ".join(server.where for server in servers)
+    for server, mark in zip(servers, marks, strict=True):
+        if mark != told:
+            with suppress(RedisError):  # who only reads, and a server that is full: others mark it
+                await server.hset(home.load, SERVERS, told)
+    return pool_id
+
+
+def _agreed(pool: str, shards: Sequence[Any], records: dict[int, str], asked: str) -> str:
+    """The id that all records have. Raises LayoutMismatch if there are several, or if a shard has no record."""
     ids = {found.split(" ")[1] for found in records.values()}
     if len(ids) > 1:
         raise LayoutMismatch(f"{asked}; their servers belong to several pools of that name: {', '.join(sorted(ids))}")
@@ -106,7 +134,7 @@ async def _write(pool: str, shards: Sequence[Any], asked: str) -> str:
 
 
 async def _check_unused(redis: Any, pool: str, asked: str) -> None:
-    """Raises LayoutMismatch if the home is in use as the only shard."""
+    """Raises LayoutMismatch if a server is in use as the only shard."""
     keys = Keys(pool)
     jobs, unread = (whole(it) for it in await redis.hmget(keys.load, "jobs", "unread"))
     workers = int(await redis.zcard(keys.workers))
@@ -117,9 +145,9 @@ async def _check_unused(redis: Any, pool: str, asked: str) -> None:
         )
 
 
-async def _field(redis: Any, keys: Keys) -> str:
+async def _field(redis: Any, keys: Keys, name: str = FIELD) -> str:
     try:
-        return text(await redis.hget(keys.load, FIELD))
+        return text(await redis.hget(keys.load, name))
     except NoPermissionError:
         if keys.shard:
             raise

@@ -3,7 +3,7 @@
 -- Every other key has the same hash tag.
 local prefix = ARGV[1]
 local load_key = KEYS[1]
-local LAST_ID = '18446744073709551615-18446744073709551615'
+local MS_DIGITS = 14           -- of the time in an entry's id: it tells years up to 5138
 local ASIDE_TTL_S = 86400      -- how long a key is kept that was set aside
 local ASIDE_ENTRIES = 1024
 
@@ -11,7 +11,8 @@ local server = redis
 
 -- Make `key` usable again for a command that was refused because of what somebody had put there. A key of a wrong type
 -- is renamed to aside:<name>, and counts as empty from then on. So is a stream with the highest id there is, to which
--- nothing can be added; its entries, up to ASIDE_ENTRIES, are put into a new one. A counter begins at 0.
+-- nothing can be added; its entries, up to ASIDE_ENTRIES, are put into a new one. Those behind an id of a time that no
+-- clock tells get new ids, or the new one would be full soon, too. A counter begins at 0.
 local function mend(why, command, key, field)
   local wrong_type, full = string.find(why, 'WRONGTYPE', 1, true), string.find(why, 'exhausted', 1, true)
   if command == 'HINCRBY' and not wrong_type then server.call('HDEL', key, field) end
@@ -19,8 +20,9 @@ local function mend(why, command, key, field)
   if not (wrong_type or full) or server.pcall('RENAME', key, aside).err then return end
   server.call('EXPIRE', aside, ASIDE_TTL_S)
   server.pcall('HINCRBY', load_key, 'aside', 1)
-  for _, entry in ipairs(full and server.call('XRANGE', aside, '-', '(' .. LAST_ID, 'COUNT', ASIDE_ENTRIES) or {}) do
-    server.pcall('XADD', key, entry[1], unpack(entry[2]))
+  for _, entry in ipairs(full and server.call('XRANGE', aside, '-', '+', 'COUNT', ASIDE_ENTRIES) or {}) do
+    local real = #string.match(entry[1], '^%d+') <= MS_DIGITS
+    server.pcall('XADD', key, real and entry[1] or '*', unpack(entry[2]))
   end
 end
 

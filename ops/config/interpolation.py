@@ -46,6 +46,8 @@ class Resolver:
     def _text(self, text: str, path: tuple[str, ...], depth: int) -> Any:
         if "${" not in text:
             return text
+        if depth > _DEPTH:
+            raise CannotResolve(f"{'.'.join(path)}: interpolations are nested at most {_DEPTH} deep")
         parts: list[Any] = []
         at = 0
         while (start := text.find("${", at)) >= 0:
@@ -94,6 +96,8 @@ class Resolver:
             return json.loads(text)
         except json.JSONDecodeError:
             return text[1:-1] if len(text) > 1 and text[0] == text[-1] == "'" else text
+        except (ValueError, RecursionError) as error:
+            raise CannotResolve(f"a default is nested too deep, or a number too long: {error}") from None
 
     def _at(self, name: str, path: tuple[str, ...], depth: int) -> Any:
         start = len(name) - len(name.lstrip("."))

@@ -14,7 +14,7 @@ from redis.exceptions import NoPermissionError
 
 from ...messages.broker import Broker, broker_of
 from ...messages.model import WorkerStatus
-from ...messages.redis import connect
+from ...messages.redis import PoolRedis, connect, ping
 from ...producer.diagnosis import why
 from ...worker.metrics import MetricsServer, counter, gauge
 from ..scale import History, ScaleSettings, decide
@@ -74,7 +74,7 @@ class Exporter:
         try:
             while True:
                 began = time.monotonic()
-                await asyncio.gather(self._look(reader), self._look_why(broker))
+                await asyncio.gather(self._look(redis, reader), self._look_why(broker))
                 self._took_s = time.monotonic() - began
                 await asyncio.sleep(max(self._every_s / 2, self._every_s - self._took_s))
         finally:
@@ -84,10 +84,12 @@ class Exporter:
         with contextlib.suppress(NoPermissionError):
             self._standstill = [standstill_family(await why(broker))]
 
-    async def _look(self, reader: PoolReader) -> None:
+    async def _look(self, redis: PoolRedis, reader: PoolReader) -> None:
         self._looks += 1
         try:
             async with asyncio.timeout(PATIENCE_S):
+                if not self._up:
+                    await ping(redis, once=True)  # a URL that names other servers than the pool's would show none of it
                 reading = await reader.read()
             now = time.monotonic()
             self._totals.take_in(reading, now)

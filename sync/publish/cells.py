@@ -23,7 +23,7 @@ import torch
 
 from ...messages.errors import WeightSyncError
 from ..tensors import Snapshot
-from ..wire import Broadcaster, Map, gpu_id, nccl_settings, serve_store
+from ..wire import Broadcaster, Map, answers, gpu_id, nccl_settings, serve_store
 
 log = logging.getLogger(__name__)
 GATHER_S = 0.25
@@ -169,6 +169,12 @@ class Cells:
 
     def _decide(self, gathering: Gathering, snapshot: Snapshot, timeout_s: float, *, late: bool) -> None:
         """Say who is in which cell, and begin to send. late: for one that came alone; the others stay as they are."""
+        if self._store is not None and not answers(self._store):
+            log.warning("the store where cells meet does not answer: a new one is made, on another port")
+            for cell in list(self._cells):
+                self._drop(cell)
+            self._store = None
+            self._past.clear()
         whole = {worker: comer for worker, comer in gathering.came.items() if len(comer.ranks) == comer.count}
         gathering.places = {}
         going = [] if late else [cell for cell in self._cells if self._stands(cell, whole)]
@@ -246,7 +252,8 @@ class Cells:
                 self._drop(cell)
         finally:
             with self._changed:
-                self._past.append((cell.line, number))
+                if cell.line.store is self._store:
+                    self._past.append((cell.line, number))
                 if len(self._past) > KEPT:
                     line, old = self._past.popleft()
                     line.clean(old)

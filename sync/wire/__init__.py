@@ -21,7 +21,17 @@ from .lines import Lines, Place
 from .pull import Pull, fetch_manifest
 from .shelf import Offer, Shelf
 from .sources import Sources
-from .store import SLICE_S, EpochKeys, await_key, begin, join_store, local_end, own_address_towards, serve_store
+from .store import (
+    SLICE_S,
+    EpochKeys,
+    answers,
+    await_key,
+    begin,
+    join_store,
+    local_end,
+    own_address_towards,
+    serve_store,
+)
 
 __all__ = [
     "ANSWER",
@@ -42,6 +52,7 @@ __all__ = [
     "Shelf",
     "Sources",
     "Talk",
+    "answers",
     "await_broadcasts",
     "await_key",
     "begin",

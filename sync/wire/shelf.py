@@ -21,6 +21,9 @@ from .frames import ANSWER, ASK, BEAT_S, BUFFERED, MOST_ASKED, REFUSE, SEND_S, S
 
 log = logging.getLogger(__name__)
 BACKLOG = 1024
+STRANGERS, STRANGE_S = 256, 0.25
+"""Most connections that have named no version on offer. If there are more, the oldest is closed once it has had so many
+seconds: anybody may connect, and a version's token is told in Redis alone."""
 Serve = Callable[[Map, Talk], bool]
 """Answers a question that is not about an offer. Returns False if it knows no such question."""
 
@@ -118,6 +121,8 @@ class Shelf:
         Raises WeightSyncError if nothing can listen there.
         """
         self._serve, self._offers, self._closed = serve, dict[str, Offer](), False
+        self._strangers: dict[Talk, float] = {}  # since when, the oldest first
+        self._fewer = threading.Condition()
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -157,23 +162,42 @@ class Shelf:
                 log.warning("a connection could not be accepted: %s", error)  # no file descriptors left, for example
                 time.sleep(BEAT_S)
                 continue
-            threading.Thread(target=self._attend, args=(sock,), name="rolloutmq-shelf", daemon=True).start()
+            talk = Talk(sock)
+            self._admit(talk)
+            threading.Thread(target=self._attend, args=(sock, talk), name="rolloutmq-shelf", daemon=True).start()
 
-    def _attend(self, sock: socket.socket) -> None:
+    def _admit(self, talk: Talk) -> None:
+        with self._fewer:
+            if len(self._strangers) >= STRANGERS:
+                left_s = next(iter(self._strangers.values())) + STRANGE_S - time.monotonic()
+                if not self._fewer.wait_for(lambda: len(self._strangers) < STRANGERS, max(0.0, left_s)):
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    oldest.close()
+            self._strangers[talk] = time.monotonic()
+
+    def _is_known(self, talk: Talk) -> None:
+        with self._fewer:
+            self._strangers.pop(talk, None)
+            self._fewer.notify()
+
+    def _attend(self, sock: socket.socket, talk: Talk) -> None:
         # What a stopped receiver does not take ends here, and never a receiver that is only idle: so not settimeout.
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFERED)
-        talk = Talk(sock)
         try:
             with contextlib.suppress(OSError, MalformedMessage):
                 while True:
                     kind, told = talk.hear(MOST_ASKED)
                     if kind == ASK and isinstance(told, dict):
+                        if talk in self._strangers and str(told.get("token")) in self._offers:
+                            self._is_known(talk)
                         self._answer(told, talk)
                     elif self._serve is not None:
                         self._serve({"said": kind.decode(errors="replace")}, talk)
         finally:
+            self._is_known(talk)
             if self._serve is not None:
                 self._serve({"gone": True}, talk)
             talk.close()

@@ -25,10 +25,9 @@ def told(folder: Path, *command: str, hub: int = 1, **more: str) -> str:
     return done.stderr
 
 
-def worker(folder: Path, model: str, hub: int = 1, **more: str) -> str:
-    return told(
-        folder, "-m", "rolloutmq.ops.entry", "worker", "--log-level", "error", "--model", model, hub=hub, **more
-    )
+def worker(folder: Path, model: str, *options: str, hub: int = 1, **more: str) -> str:
+    command = ("-m", "rolloutmq.ops.entry", "worker", "--log-level", "error", "--model", model, *options)
+    return told(folder, *command, hub=hub, **more)
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./no/such/model"])
@@ -36,6 +35,13 @@ def test_a_folder_that_is_not_there_is_refused_by_name(tmp_path: Path, model: st
     said = worker(tmp_path, model)
     assert said.startswith(f"ConfigError: model='{model}': there is no such folder or file, and the hub has no such")
     assert "Give a folder with the model, or its name on the hub; `rolloutmq tiny-model" in said
+
+
+@pytest.mark.parametrize("below", ["", "/x", "/x/y"])
+def test_snapshots_that_can_be_no_folder_are_refused_by_name(tmp_path: Path, below: str) -> None:
+    folder = "/dev/null" + below
+    said = worker(tmp_path, str(tmp_path), "--snapshots", folder, "--redis", "redis://127.0.0.1:1")
+    assert said.startswith(f"ConfigError: snapshots='{folder}': it must be a folder, or become one: ")
 
 
 @pytest.mark.parametrize("more", [{}, {"HF_HUB_OFFLINE": "1"}])
@@ -56,7 +62,7 @@ def test_a_name_that_the_hub_does_not_have_is_asked_for_once(tmp_path: Path) -> 
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        said = worker(tmp_path, "org/model", server.server_port)
+        said = worker(tmp_path, "org/model", hub=server.server_port)
         server.shutdown()
         thread.join()
     assert said.startswith("ConfigError: model='org/model': there is no such folder or file, and the hub has no such")

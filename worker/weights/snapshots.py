@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from stat import S_ISDIR
 
-from ...messages.errors import RolloutMQError, WeightSyncError
+from ...messages.errors import ConfigError, RolloutMQError, WeightSyncError
 from ...sync.disk import NoSuchSnapshot, SnapshotStore, folder_name
 from ...sync.transfer import TransferOrder
 
@@ -20,7 +21,15 @@ class Snapshots:
     """Looks for a version in a folder. A snapshot that was refused is not read again unless its files change."""
 
     def __init__(self, folder: str) -> None:
+        """Raises ConfigError for what can be no folder. One that is not there yet is made by who saves first."""
         self._folder = Path(folder)
+        try:
+            if not S_ISDIR(self._folder.stat().st_mode):
+                raise NotADirectoryError("there is a file of that name")
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"snapshots={folder!r}: it must be a folder, or become one: {error}") from None
         self._store = SnapshotStore(folder)
         self._refused: set[tuple[int, int, int]] = set()
 

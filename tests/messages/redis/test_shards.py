@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from support.pools.pool import dump, eventually, worker
+from typer.testing import CliRunner
 
-from rolloutmq import RolloutClient
+from rolloutmq import RolloutClient, WeightPublisher
 from rolloutmq.messages.errors import ConfigError, LayoutMismatch
 from rolloutmq.messages.redis import Keys, connect, layout, parse_one, parse_shards, ping, redacted, shard_of
+from rolloutmq.ops.cli import app
+from rolloutmq.ops.metrics.exporter import Exporter
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 pytestmark = pytest.mark.one_shard
@@ -101,13 +106,66 @@ async def test_parties_with_the_same_url_share_a_pool(pair: tuple[str, str]) -> 
         ("{a},{b}?shards=4", "the URL names 4 shards; .* has shard 0 of 2"),
         ("{b},{a}", "with shard 1 at .*; it is at .* in the order"),
         ("{a}?shards=2", "knows nothing of shard 1"),
+        ("{b}", "the URL names one shard, and .* is not the first of these servers"),
+        ("{b}?shards=2", "the URL names 2 shards; .* is not the first of these servers"),
     ],
 )
 async def test_another_layout_is_refused(pair: tuple[str, str], url: str, why: str) -> None:
     a, b = pair
     await opened(f"{a},{b}")
-    with pytest.raises(LayoutMismatch, match=why):
+    with pytest.raises(LayoutMismatch, match=why) as refused:
         await opened(url.format(a=a, b=b))
+    servers = "; ".join(":".join(map(str, parse_shards(one).targets[0].nodes[0])) for one in pair)
+    assert f"pool default, which is on '{servers}'" in str(refused.value)
+
+
+async def test_a_pool_of_an_earlier_release_learns_its_servers(pair: tuple[str, str]) -> None:
+    a, b = pair
+    await opened(f"{a},{b}")
+    async with Redis.from_url(a) as home, Redis.from_url(b) as other:
+        assert await other.delete(Keys("default").load) == 1  # an earlier release did not write it
+        await home.hdel(Keys("default").load, "servers")
+        assert await opened(b) == "", "nobody could know"
+        await opened(f"{a},{b}")
+        with pytest.raises(LayoutMismatch, match="not the first of these servers"):
+            await opened(b)
+        await other.hset(Keys("default").load, "servers", "old:1")  # the servers have moved since
+        await opened(f"{a},{b}")
+        with pytest.raises(LayoutMismatch, match=r"on '127\.0\.0\.1:"):
+            await opened(b)
+
+
+async def test_every_party_refuses_a_url_that_names_the_second_server_alone(
+    pair: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = pair
+    await opened(f"{a},{b}")
+    async with Redis.from_url(b) as other:
+        before = await dump(other)
+        with pytest.raises(LayoutMismatch):
+            async with RolloutClient(b) as client:
+                await client.submit(token_ids=[1])
+        with pytest.raises(LayoutMismatch):
+            await asyncio.to_thread(WeightPublisher, b)
+        with pytest.raises(LayoutMismatch):
+            async with worker(b):
+                pass
+        told = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--redis", b])
+        assert told.exit_code == 2
+        assert "is not the first of these servers" in told.stderr
+        looks = asyncio.create_task(Exporter(b, "default", 0.02).run())
+        await eventually(lambda: "is not the first of these servers" in caplog.text, what="the exporter's look")
+        looks.cancel()
+        await asyncio.gather(looks, return_exceptions=True)
+        assert await dump(other) == before
+
+
+async def test_a_second_server_in_use_as_one_shard_is_not_made_a_part(pair: tuple[str, str]) -> None:
+    a, b = pair
+    async with RolloutClient(b, client_id="client") as client:
+        await client.submit(token_ids=[1])
+        with pytest.raises(LayoutMismatch, match="has it as one shard, with 1 open jobs"):
+            await opened(f"{a},{b}")
 
 
 async def test_a_pool_in_use_is_not_spread(pair: tuple[str, str]) -> None:

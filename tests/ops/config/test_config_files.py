@@ -148,6 +148,11 @@ def test_interpolations_lead_to_what_they_name(value: str, found: Any) -> None:
         ("${a.b", "without its }"),
         ("${round}", "comes back to itself"),
         ("${...a}", "a name such as"),
+        ("${" * 3000 + "a" + "}" * 3000, "at most 32 deep"),
+        ("${oc.env:" * 3000 + "a" + "}" * 3000, "at most 32 deep"),
+        ("${oc.select:b," * 3000 + "a" + "}" * 3000, "at most 32 deep"),
+        ("${oc.env:NONE," + "[" * 3000 + "]" * 3000 + "}", "nested too deep"),
+        ("${oc.env:NONE," + "9" * 5000 + "}", "a number too long"),
     ],
 )
 def test_interpolations_that_lead_nowhere_are_told(value: str, says: str) -> None:
