@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -23,7 +24,7 @@ import torch
 
 from ...messages.errors import WeightSyncError
 from ..tensors import Snapshot
-from ..wire import Broadcaster, Map, answers, gpu_id, nccl_settings, serve_store
+from ..wire import Broadcaster, Map, begin, gpu_id, nccl_settings, serve_store
 
 log = logging.getLogger(__name__)
 GATHER_S = 0.25
@@ -32,6 +33,8 @@ RANKS = 8
 """Most receiving ranks of a cell."""
 MOST = 3
 """Most cells. Each costs the trainer a copy; everybody else takes the version from their members."""
+AT_ONCE_S = 0.25
+"""Seconds after which a store that has not answered is ill: bytes of strangers can keep torch's server busy."""
 WATCH_S = 0.1
 CLOSE_S = 5.0
 KEPT = 32
@@ -56,7 +59,8 @@ class Comer:
 class Gathering:
     """Who has come for one version. places: worker -> its place, once that is decided.
 
-    late: worker that came after that -> a gathering of its own.
+    late: worker that came after that -> a gathering of its own. store_answers: done as soon as the store where cells
+    meet has answered.
     """
 
     expected: AbstractSet[str]
@@ -64,6 +68,7 @@ class Gathering:
     came: dict[str, Comer] = field(default_factory=dict)
     since: float = 0.0
     places: dict[str, Map] | None = None
+    store_answers: Future[bool] | None = None
 
 
 @dataclass(slots=True)
@@ -118,6 +123,13 @@ class Cells:
             log.warning("no broadcast: NCCL is set %r here, %r on a worker", nccl_settings(), theirs)
         return False
 
+    def expect(self, workers: AbstractSet[str]) -> Gathering:
+        """Return who comes for a version that is about to be announced: nobody so far."""
+        gathering, store = Gathering(workers), self._store
+        if store is not None:  # asked now, because those who have come would wait for the answer
+            gathering.store_answers = begin(partial(store.check, ["none"]))
+        return gathering
+
     def place(
         self, gathering: Gathering, told: Map, snapshot: Snapshot, timeout_s: float, *, ready: bool
     ) -> Map | None:
@@ -169,7 +181,7 @@ class Cells:
 
     def _decide(self, gathering: Gathering, snapshot: Snapshot, timeout_s: float, *, late: bool) -> None:
         """Say who is in which cell, and begin to send. late: for one that came alone; the others stay as they are."""
-        if self._store is not None and not answers(self._store):
+        if gathering.store_answers is not None and not _by_then(gathering.store_answers, gathering.since + AT_ONCE_S):
             log.warning("the store where cells meet does not answer: a new one is made, on another port")
             for cell in list(self._cells):
                 self._drop(cell)
@@ -272,3 +284,12 @@ class Cells:
         if cell in self._cells:
             self._cells.remove(cell)
             cell.turns.put(None)
+
+
+def _by_then(answer: Future[bool], at: float) -> bool:
+    """Whether there is an answer by `at`, on time.monotonic()."""
+    try:
+        answer.result(max(0.0, at - time.monotonic()))
+    except (RuntimeError, TimeoutError):
+        return False
+    return True

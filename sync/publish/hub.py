@@ -130,7 +130,7 @@ class Hub:
         said = json.dumps(config) if config is not None else ""
         offer = Offer(token, lambda: snapshot.manifest, len(buckets), buckets.__getitem__, said)
         outgoing = Outgoing(snapshot, token, offer, Brief.of(snapshot.manifest).to_bytes(), config is not None)
-        outgoing.gathering.expected = expected
+        outgoing.gathering = self._cells.expect(expected)
         offer.arrived()
         with self._lock:
             self._outgoing[token] = outgoing

@@ -24,7 +24,6 @@ from .sources import Sources
 from .store import (
     SLICE_S,
     EpochKeys,
-    answers,
     await_key,
     begin,
     join_store,
@@ -52,7 +51,6 @@ __all__ = [
     "Shelf",
     "Sources",
     "Talk",
-    "answers",
     "await_broadcasts",
     "await_key",
     "begin",

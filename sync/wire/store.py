@@ -28,7 +28,6 @@ from ..transfer import SENDER_GONE
 T = TypeVar("T")
 ANSWER_S = 3.0
 """A server that is silent for so many seconds counts as gone: its thread does nothing else and answers at once."""
-AT_ONCE_S = 0.25
 EXIT_S = 2.0
 """Most seconds for which the end of the process waits for calls that were left behind."""
 
@@ -163,15 +162,6 @@ def serve_store(host: str, port: int = 0) -> Any:
         )
     except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
         raise WeightSyncError(f"no rendezvous store can listen on {host}:{port}: {error}") from error
-
-
-def answers(store: Any) -> bool:
-    """Whether a store that is served here answers at once. Bytes of strangers can keep torch's server busy for long."""
-    try:
-        within(AT_ONCE_S, partial(store.check, ["none"]))
-    except (RuntimeError, TimeoutError):
-        return False
-    return True
 
 
 def never() -> str:

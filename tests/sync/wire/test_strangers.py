@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from threading import Event
-from typing import Any
+from concurrent.futures import Future
 
 import pytest
 from support.peers.peers import Line, line, version
@@ -13,7 +12,6 @@ from support.pools.pool import eventually
 
 from rolloutmq.sync.publish import cells
 from rolloutmq.sync.wire.shelf import STRANGERS
-from rolloutmq.sync.wire.store import answers, serve_store
 
 MORE = 60
 SAID = {
@@ -66,7 +64,7 @@ async def test_a_store_that_does_not_answer_is_replaced(monkeypatch: pytest.Monk
         assert came(made, 1)
         before = {peer.ask(group=True) for peer in made.peers}
         with monkeypatch.context() as ill:
-            ill.setattr(cells, "answers", lambda _: False)
+            ill.setattr(cells, "begin", lambda ask: Future())  # nobody answers
             reports = made.transfer(version(2))
         assert [report.way for report in reports if report is not None and report.ok] == ["nccl", "nccl"]
         after = {peer.ask(group=True) for peer in made.peers}
@@ -74,16 +72,3 @@ async def test_a_store_that_does_not_answer_is_replaced(monkeypatch: pytest.Monk
         assert before != after
         assert came(made, 3)
         assert {peer.ask(group=True) for peer in made.peers} == after, "the new one is kept"
-
-
-def test_which_store_answers() -> None:
-    class Busy:
-        over = Event()
-
-        def check(self, keys: Any) -> bool:
-            return self.over.wait()
-
-    assert answers(serve_store("127.0.0.1"))
-    busy = Busy()
-    assert not answers(busy)
-    busy.over.set()
