@@ -96,6 +96,7 @@ class Side:
     def __init__(self, model: Path, url: str, trainer: Trainer) -> None:
         self.model, self.url, self.trainer = model, url, trainer
         self.snapshots = Path(tempfile.mkdtemp(prefix="rolloutmq-versions-"))
+        self.cases = 0
         self.kept: list[tuple[GenerateJob, list[RolloutResult]]] = []
 
     @contextmanager
@@ -120,7 +121,8 @@ class Side:
 
     def measure(self, load: Load, waves: int, *, keep: bool = False) -> dict[str, Any]:
         """Tokens per second of this load. keep: keep what the samples and the versions were, too."""
-        draw = random.Random(f"{load}")
+        self.cases += 1
+        draw = random.Random(f"{load} {self.cases}")  # prompts that were there before would be in the prefix cache
         sampling = SamplingParams(max_new_tokens=load.new_tokens, ignore_eos=True)
         jobs = [
             GenerateJob(token_ids=[draw.randrange(3, 250) for _ in range(load.context)], sampling=sampling)
