@@ -37,7 +37,7 @@ help:
 	@echo "make bench-spread   how evenly work is spread, beside an ideal balancer and an earlier commit (25 minutes; docs/capacity.md)"
 	@echo "make bench-fleet-weights   new weights for a fleet that churns: deaths, 128 workers, 1,000 simulated (docs/capacity.md)"
 	@echo "make bench-updates   what updates cost a worker in each mode, contexts and intervals (15 minutes; docs/weights.md)"
-	@echo "make check   formatting, lint, strict types, import order, file sizes, that every test can be imported"
+	@echo "make check   formatting, lint, strict types, import order, file sizes, budget.toml, that every test can be imported"
 	@echo "make docs    the documentation with the API reference, into out/site; warnings are errors"
 	@echo "make clean   remove .venv, out/ and caches"
 
@@ -145,7 +145,7 @@ check: setup
 	.venv/bin/ruff format --check .
 	MYPYPATH=.venv/src .venv/bin/mypy -p rolloutmq
 	.venv/bin/python -m pytest -q --collect-only >out/collected.txt || { tail -40 out/collected.txt; exit 1; }
-	.venv/bin/python -m pytest -q tests/house/test_rooms.py tests/house/test_file_size.py
+	.venv/bin/python -m pytest -q tests/house/test_rooms.py tests/house/test_file_size.py tests/house/test_budget.py
 
 # The checkout is the package: griffe finds it through the link in .venv/src.
 docs: setup

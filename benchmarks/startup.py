@@ -8,9 +8,8 @@ Then it starts workers in a pool that has that version, each in a process of its
 job waits in the queue for each; the time ends when the client has its token. The ways to start are made of the worker's
 options:
 
-    before   --no-early-imports --first-weights checkpoint
-    early    --early-imports --first-weights checkpoint
-    after    --early-imports --first-weights newest
+    before   --first-weights checkpoint
+    after    --first-weights newest
 
 All but "cold" find what it compiled (`--cache-dir`). The version comes from a trainer on the same GPU, from a snapshot,
 or from a peer, which has the second GPU. With a peer there is no job, because the peer would answer it: the time ends
@@ -46,9 +45,8 @@ from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker.metrics import PHASES
 
 WAYS = {
-    "before": ("--no-early-imports", "--first-weights", "checkpoint"),
-    "early": ("--early-imports", "--first-weights", "checkpoint"),
-    "after": ("--early-imports", "--first-weights", "newest"),
+    "before": ("--first-weights", "checkpoint"),
+    "after": ("--first-weights", "newest"),
 }
 SOURCES = ("trainer", "snapshot", "peer")
 START_S = 540.0
@@ -151,7 +149,7 @@ class Bench:
         with WeightPublisher(
             self.url, snapshots=self.snapshots if "snapshot" in self.given.sources else None
         ) as trainer:
-            with self.worker("committer", *WAYS["early"], *self.kept()):
+            with self.worker("committer", *WAYS["before"], *self.kept()):
                 self._until_workers()
                 handle = trainer.publish(1, ((name, tensor) for name, tensor in self.weights.items()))
                 report = handle.wait(START_S)

@@ -22,7 +22,7 @@ from .config import WorkerConfig
 from .engine import Engine
 from .garbage import settle
 from .metrics import MeteredEngine
-from .sglang import EarlySchedulers, SGLangConfig
+from .sglang import SGLangConfig
 from .text import ModelTokenizer, Tokenizer
 from .worker import Worker
 
@@ -48,12 +48,8 @@ def run_worker(config: WorkerConfig, engine: SGLangConfig) -> None:
     check_model raise."""
     log.info("a worker of pool %s starts with model %s", config.pool, engine.model)
     keep_compiled(engine.cache_dir)
-    early = EarlySchedulers(engine.tp_size if engine.early_imports else 0)
-    try:
-        check_model(engine.model)
-        asyncio.run(_run(config, engine, early))
-    finally:
-        early.close()
+    check_model(engine.model)
+    asyncio.run(_run(config, engine))
 
 
 def check_model(model: str) -> None:
@@ -134,10 +130,10 @@ async def settled_once_up(worker: Worker) -> None:
     settle()
 
 
-async def _run(config: WorkerConfig, engine: SGLangConfig, early: EarlySchedulers) -> None:
+async def _run(config: WorkerConfig, engine: SGLangConfig) -> None:
     from .sglang.engine import SGLangEngine  # noqa: PLC0415 – seconds of imports, after the settings were checked
 
-    worker, metrics = with_metrics(config, SGLangEngine(engine, early), ModelTokenizer(engine.model))
+    worker, metrics = with_metrics(config, SGLangEngine(engine), ModelTokenizer(engine.model))
     loop = asyncio.get_running_loop()
 
     def stop(number: int) -> None:

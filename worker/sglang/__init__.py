@@ -4,13 +4,11 @@
 """
 
 from .config import DP_REASON, OWNED_ARGUMENTS, PP_REASON, SGLangConfig, check_extra, check_parallelism
-from .processes import EarlySchedulers
 
 __all__ = [
     "DP_REASON",
     "OWNED_ARGUMENTS",
     "PP_REASON",
-    "EarlySchedulers",
     "SGLangConfig",
     "check_extra",
     "check_parallelism",

@@ -156,8 +156,6 @@ class SGLangConfig(BaseModel):
     cache_dir: str | None = Field(default=None, min_length=1)
     """Folder that keeps what a start compiles (kernels and graphs of torch, Triton, FlashInfer, SGLang) for the next
     one; several workers may share it."""
-    early_imports: bool = False
-    """Start the engine's processes at once, so that they import while the worker imports."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "error"
     """Log level of the processes that SGLang starts."""
     extra: dict[str, Any] = Field(default_factory=dict)

@@ -28,7 +28,6 @@ from . import lora, operations
 from .calls import Shapes, check_request, engine_output, generated_so_far, grammar_refusal, progress_of
 from .config import SGLangConfig, may_begin_empty
 from .features import features
-from .processes import EarlySchedulers
 from .run import SGLangRun
 from .weights import clear_head, commit_weights, prepare_weights
 from .wire import COMMIT_LOADER
@@ -50,10 +49,8 @@ class SGLangEngine:
 
     _weight_loader: ClassVar[str] = COMMIT_LOADER
 
-    def __init__(self, config: SGLangConfig, early: EarlySchedulers | None = None) -> None:
-        """early: processes for its schedulers, started before this could be imported."""
+    def __init__(self, config: SGLangConfig) -> None:
         self.config = config
-        self._early = early
         self._info: EngineInfo | None = None
         self._run: SGLangRun | None = None
         self._processors = Registry(config.logit_processors)
@@ -76,7 +73,7 @@ class SGLangEngine:
             await self.close()
         self._processors.load_own()
         config = self.config.model_copy(update={"load_format": "dummy"}) if empty else self.config
-        run = SGLangRun(config, self._weight_loader, self._early)
+        run = SGLangRun(config, self._weight_loader)
         info = await run.open()  # leaves nothing behind if it fails
         if empty and (lost := await operations.floating_buffers(run)):
             logger.warning("the checkpoint is read after all: no version has the buffers %s", ", ".join(lost[:3]))

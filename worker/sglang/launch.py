@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import inspect
 import logging
-import multiprocessing
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,7 +24,6 @@ from . import patches
 from .calls.answer import INPUT_LOGPROBS, LOGPROBS, STATE, Shapes
 from .config import SGLangConfig
 from .inside import ChildSetup, run_scheduler
-from .processes import EarlySchedulers
 
 prepare_engine()
 _policy = asyncio.get_event_loop_policy()
@@ -193,14 +191,11 @@ class Launched:
                 Path(name).unlink()
 
 
-def launch(
-    arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str], None], early: EarlySchedulers | None = None
-) -> Launched:
+def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str], None]) -> Launched:
     """Start an engine. Blocks until its model is loaded, so call it outside the event loop.
 
     No detokenizer process is started. It would do nothing, because without a tokenizer in the engine the scheduler
-    answers the manager directly. early: where to take the scheduler's processes from. Raises EngineError if this
-    release of SGLang is not as expected.
+    answers the manager directly. Raises EngineError if this release of SGLang is not as expected.
     """
     patches.check("worker")
 
@@ -229,28 +224,11 @@ def launch(
     # call it.
     patches.replace("entrypoints.engine:configure_logger", lambda *_args, **_kwargs: None)
     logging.getLogger("sglang").setLevel(arguments["log_level"].upper())
-    if early is not None:
-        patches.replace("entrypoints.engine:mp", _Multiprocessing(early))
     engine = _Engine(**arguments)
     atexit.unregister(engine.shutdown)  # keeps the engine in memory
     # SGLang's watchdog sends SIGQUIT to this process when a child ends. This package watches them itself.
     engine.tokenizer_manager._subprocess_watchdog.stop()
     return Launched(engine)
-
-
-class _Multiprocessing:
-    """The module `multiprocessing`, but schedulers come from `early`."""
-
-    def __init__(self, early: EarlySchedulers) -> None:
-        self._early = early
-
-    def Process(self, *, target: Callable[..., Any], args: tuple[Any, ...] = (), **more: Any) -> Any:
-        if isinstance(target, partial) and target.func is run_scheduler and not more:
-            return self._early.process(target=target, args=args)
-        return multiprocessing.Process(target=target, args=args, **more)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(multiprocessing, name)
 
 
 def _allow_deterministic(attention_backend: str) -> None:

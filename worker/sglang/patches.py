@@ -95,13 +95,6 @@ PATCHES: tuple[Patch, ...] = (
         has="init_tokenizer_manager_func run_scheduler_process_func _launch_detokenizer_subprocesses shutdown",
     ),
     Patch(
-        "entrypoints.engine:mp",
-        part="worker",
-        by="launch._Multiprocessing",
-        why="start a scheduler in an interpreter that imports SGLang since the worker began",
-        has="Process Pipe",
-    ),
-    Patch(
         "entrypoints.engine:configure_logger",
         part="worker",
         by="launch.launch",

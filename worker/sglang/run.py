@@ -19,7 +19,7 @@ from .channel import Channel
 from .config import SGLangConfig, server_arguments
 from .features import engine_tokenizer
 from .inside import ChildSetup, restore_environment
-from .processes import EarlySchedulers, EngineProcesses
+from .processes import EngineProcesses
 
 if TYPE_CHECKING:
     from .launch import Launched  # imports SGLang
@@ -36,15 +36,14 @@ class SGLangRun:
     when one of them fails. SGLang would then end the whole program. While a run is open, SIGQUIT makes it lost instead.
     No other signal is touched.
 
-    early: where its schedulers come from, if they were started before. lost: why the engine is gone, or None.
+    lost: why the engine is gone, or None.
     channel: to its scheduler processes. Only this user can enter its folder.
     """
 
     _open: ClassVar[SGLangRun | None] = None
 
-    def __init__(self, config: SGLangConfig, weight_loader: str, early: EarlySchedulers | None = None) -> None:
+    def __init__(self, config: SGLangConfig, weight_loader: str) -> None:
         self.config = config
-        self._early = early
         self.weight_loader = weight_loader
         self.lost: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="rolloutmq-", ignore_cleanup_errors=True)
@@ -175,7 +174,7 @@ class SGLangRun:
         self.check()  # it may be closed by now, which nothing else would heed before the model is loaded
         logger.info("starting SGLang on %s: its processes import it, too, and load the model", device)
         try:
-            engine = sglang.launch(arguments, setup, self._lose, self._early)
+            engine = sglang.launch(arguments, setup, self._lose)
         finally:
             restore_environment(setup.environment)
         self._processes.remember()

@@ -37,9 +37,6 @@ HEAD_LOADER = "rolloutmq.worker.sglang.inside.control.clear_bias"
 LINE_LIMIT = 1 << 26
 """Bytes of a question or an answer."""
 
-EARLY_READY, EARLY_CUDA, EARLY_GO = b"ready", b"cuda", b"go"
-"""What an early interpreter says when its imports are made, also if CUDA is initialised by them; and hears then."""
-
 KEY = "rolloutmq"
 """The extras' name in `custom_params`. All names below are fields of the extras."""
 GENERATED = "generated"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOM = Path(__file__).resolve().parents[3] / "worker" / "sglang"
-DOOR = {"ChildSetup", "restore_environment", "run_scheduler", "set_environment"}
+DOOR = {"ChildSetup", "restore_environment", "run_scheduler"}
 
 
 def imports(folder: str) -> Iterator[tuple[str, list[str], str]]:

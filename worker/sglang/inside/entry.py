@@ -7,24 +7,19 @@ it starts its threads. This module must not import SGLang at module level.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
-import logging
 import os
-import socket
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from multiprocessing import spawn
 from typing import Any
 
 import torch
 
 from ....messages.model import StagingPolicy
 from ...cpu_support import prepare_engine
-from ..wire import EARLY_CUDA, EARLY_GO, EARLY_READY
 
 prepare_engine()
 
@@ -71,40 +66,6 @@ def restore_environment(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def begin_early(control: int, pipe: int, tracker: int, always: Sequence[str], without_gpu: Sequence[str]) -> None:
-    """Import what a scheduler needs, then become the process that the worker sends through `pipe`.
-
-    control: a socket to `processes._Early`. always, without_gpu: names of modules. With a torch for GPUs the second
-    ones wait: importing them initialises CUDA, before SGLang's launch has set the variables that CUDA reads then.
-    """
-    _before_imports()
-    logging.disable()  # SGLang warns of every kernel and model that this host cannot have
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in always if torch.backends.cuda.is_built() else (*always, *without_gpu):
-            with contextlib.suppress(Exception):  # what lacks is said where it is needed
-                importlib.import_module(name)
-            if torch.cuda.is_initialized():  # nobody can use this interpreter any more
-                break
-    logging.disable(logging.NOTSET)
-    with socket.socket(fileno=control) as worker:
-        worker.send(EARLY_CUDA if torch.cuda.is_initialized() else EARLY_READY)
-        while True:
-            told, descriptors, _, _ = socket.recv_fds(worker, 64, 1)
-            if told == EARLY_GO:
-                break
-            if not descriptors:
-                os._exit(0)  # the worker is gone
-            worker.send(str(descriptors[0]).encode())
-    spawn.spawn_main(pipe_handle=pipe, tracker_fd=tracker)
-
-
-def set_environment(variables: dict[str, str]) -> None:
-    """Replace all variables of this process."""
-    os.environ.clear()
-    os.environ.update(variables)
 
 
 def _before_imports() -> None:
