@@ -26,7 +26,7 @@ PROGRAMS = 4
 BESIDE_WIRE = 64
 """Programs on the whole GPU while NCCL receives. There are fewer if NCCL would have less than one multiprocessor for
 each of its thread blocks. More programs slow down a rank that passes on what it receives, and all ranks behind it: 16
-GB to three receivers take 55 ms with PROGRAMS, and 47 ms with this (docs/benchmarks.md)."""
+GB to three receivers take 55 ms with PROGRAMS, and 47 ms with this (benchmarks/README.md)."""
 _STEP, _BLOCK = tl.constexpr(STEP_WORDS), tl.constexpr(BLOCK_WORDS)
 
 

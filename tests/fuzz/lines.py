@@ -129,7 +129,7 @@ def _attend(hub: Hub, said: bytes) -> tuple[Talk, socket.socket]:
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MOST_BYTES)
     ours.sendall(said)
     ours.shutdown(socket.SHUT_WR)
-    hub._shelf._attend(theirs)
+    hub._shelf._attend(theirs, Talk(theirs))
     return Talk(ours), ours
 
 

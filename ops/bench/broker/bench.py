@@ -1,6 +1,6 @@
 """`rolloutmq bench queue`: the queue alone, compared with other queues on the same Redis in the same run.
 
-docs/benchmarks.md says what is measured, and how the others are used.
+benchmarks/README.md says what is measured, and how the others are used.
 """
 
 from __future__ import annotations

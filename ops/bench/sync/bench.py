@@ -1,6 +1,6 @@
 """`rolloutmq bench sync`: how fast weights get from a trainer into engines, over every path, in one run.
 
-docs/benchmarks.md says what is measured. A path that fails is reported with its error, and has no figure.
+benchmarks/README.md says what is measured. A path that fails is reported with its error, and has no figure.
 """
 
 from __future__ import annotations

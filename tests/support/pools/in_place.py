@@ -58,7 +58,7 @@ def receive(model: Any, named_tensors: Any) -> None:
     model.load_weights(load_file(order["weights"]).items())
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    switch(scheduler, order["key"], tell)
+    switch(scheduler, order["key"], lambda counts, _: tell(counts))
 
 
 class InPlaceEngine(SGLangEngine):

@@ -64,9 +64,9 @@ async def test_of_an_aborted_request_with_a_prompt_in_the_cache(engine: SGLangEn
 
 
 async def test_more_than_may_travel_is_refused_before_it_runs(engine: SGLangEngine) -> None:
-    sampling, wanted = SamplingParams(max_new_tokens=40_000), Wanted(hidden_states="all")
+    sampling, wanted = SamplingParams(max_new_tokens=100_000), Wanted(hidden_states="all")
     request = EngineRequest("f" * 44, np.array(PROMPT, np.int32), sampling, 4, "a", wanted=wanted)
-    with pytest.raises(RequestRefused, match="hidden_states: 512 bytes for each of up to 40000 tokens"):
+    with pytest.raises(RequestRefused, match="hidden_states: 512 bytes for each of up to 100000 tokens"):
         await engine.generate(request)
 
 
