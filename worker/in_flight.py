@@ -89,6 +89,7 @@ class InFlight:
         """
         if self.outputs.is_open:
             raise RuntimeError("weights can only be switched inside `switching`")
+        anew = frozenset(anew)
         for leg in self._legs():
             if (count := counts.get(leg.request_id)) is not None:
                 leg.switch(version, count, anew=leg.request_id in anew)

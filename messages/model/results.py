@@ -119,8 +119,9 @@ class RolloutResult(_Tokens):
     in_place: numbers of the tokens, ascending, at which weights were switched in place under the running request. From
         such a token to the next of `legs`, or to the end, newer weights sampled on KV of older ones; everywhere else KV
         is of the version that sampled the token, because prefix caches are keyed by version. The KV before such a token
-        is of the versions that `segments` has since the leg began. At a leg's first token it says that older weights
-        have read a part of the prompt.
+        is of the versions that `segments` has since the leg began. At a token of `legs`, or a sample's first one, it
+        says that older weights have read a part of what is before it. What an engine takes back after a switch, and
+        computes anew, is not told.
     attempt: how many times the job had been claimed when this sample was published.
     prompt_ids: (p,) int32, the prompt's tokens. A worker sends them for jobs of text or messages. For jobs of token ids
         the client that submitted the job fills them in without reading them back. None if it does not know them: the

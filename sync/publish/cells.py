@@ -9,6 +9,7 @@ the version bucket by bucket.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -234,12 +235,11 @@ class Cells:
         except WeightSyncError as error:
             log.warning("no broadcast: %s", error)
             return None
-        self._numbers += 1
         device = torch.device("cpu")
         if not self._cpu:
             here = snapshot.device
             device = here if here.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-        name = f"cell-{self._numbers}"
+        name = f"cell-{secrets.token_hex(4)}"  # a restarted trainer's are others
         line = Broadcaster(self._store, self._host, name, world, device, lost=partial(self._who_is_lost, members))
         cell = Cell(line, members)
         # One thread for all its broadcasts: members would wait while one is started.
@@ -266,9 +266,9 @@ class Cells:
             with self._changed:
                 if cell.line.store is self._store:
                     self._past.append((cell.line, number))
-                if len(self._past) > KEPT:
-                    line, old = self._past.popleft()
-                    line.clean(old)
+                old = self._past.popleft() if len(self._past) > KEPT else None
+            if old is not None:  # in a thread of its own, because a store may not answer
+                begin(partial(old[0].clean, old[1]))
 
     def _who_is_lost(self, members: Mapping[str, int]) -> str:
         """Say who of a cell is lost; "" if nobody is. It is called often while a broadcast waits."""

@@ -170,7 +170,7 @@ class Shelf:
         with self._fewer:
             if len(self._strangers) >= STRANGERS:
                 left_s = next(iter(self._strangers.values())) + STRANGE_S - time.monotonic()
-                if not self._fewer.wait_for(lambda: len(self._strangers) < STRANGERS, max(0.0, left_s)):
+                if not self._fewer.wait_for(lambda: len(self._strangers) < STRANGERS, max(BEAT_S, left_s)):
                     oldest = next(iter(self._strangers))
                     del self._strangers[oldest]
                     oldest.close()

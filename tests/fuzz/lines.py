@@ -49,7 +49,7 @@ ASKED = (
     {"token": TOKEN},
     {"token": TOKEN, "bucket": 0},
 )
-PLACE = {"way": "cell", "group": "cell-1", "number": "2", "rank": 1, "world": 2, "port": 1}
+PLACE = {"way": "cell", "group": "cell-1", "number": "2", "rank": 1, "world": 2, "port": 1, "go": False}
 
 
 def snapshot() -> Snapshot:

@@ -95,6 +95,13 @@ async def test_of_which_there_was_no_cache_is_not_in_place() -> None:
     assert (reading.segments, reading.in_place) == ([Segment(2, 6), Segment(3, 3)], [0, 6])
 
 
+def test_a_second_switch_while_a_cache_is_computed_is_told_beside_the_first() -> None:
+    leg = Leg("a", 1)
+    leg.switch(2, 3, anew=True)
+    leg.switch(3, 3)
+    assert (leg.computed(9), leg.in_place(9)) == ([3], [3])
+
+
 async def test_the_gate_is_shut_during_a_switch_and_what_waited_starts_under_the_new_version() -> None:
     bench = Bench(slots=2)
     job = GenerateJob(token_ids=[1], n=4, sampling=SamplingParams(max_new_tokens=5))

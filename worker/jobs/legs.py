@@ -31,9 +31,8 @@ class Leg:
     switching: bool = False
     spoiled: bool = False
     _switches: list[Segment] = field(default_factory=list)  # what was sampled up to each switch
-    _anew: dict[int, bool] = field(
-        default_factory=dict
-    )  # token -> whether its cache was computed at the last switch there
+    _in_place: set[int] = field(default_factory=set)
+    _computed: set[int] = field(default_factory=set)
 
     def switch(self, version: int, count: int, *, anew: bool = False) -> None:
         """Tokens from number `count` of this leg on are sampled by `version`; the earlier ones keep theirs.
@@ -43,8 +42,12 @@ class Leg:
         before = sum(segment.tokens for segment in self._switches)
         count = max(0, count, before)
         self._switches.append(Segment(self.version, count - before))
-        self._anew[count] = anew
         self.version = version
+        if anew:
+            self._computed.add(count)
+            self._in_place.discard(count)
+        else:
+            self._in_place.add(count)
 
     @property
     def crossed(self) -> bool:
@@ -63,12 +66,15 @@ class Leg:
         return found
 
     def in_place(self, count: int) -> list[int]:
-        """The first token after each switch, ascending, among the leg's first `count`, but those in `computed`."""
-        return sorted(token for token, anew in self._anew.items() if token < count and not anew)
+        """The first token after each switch, ascending, among the leg's first `count`, but where `computed` has it all.
+
+        A token that both have was switched again while the cache before it was being computed.
+        """
+        return sorted(token for token in self._in_place if token < count)
 
     def computed(self, count: int) -> list[int]:
         """The tokens among the leg's first `count` before which newer weights have computed the whole cache anew."""
-        return sorted(token for token, anew in self._anew.items() if 0 < token < count and anew)
+        return sorted(token for token in self._computed if 0 < token < count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ OWNED_ARGUMENTS = frozenset(
 MOST_IN_GRAPHS = 1024
 """Most requests of a batch that a decode graph is captured for. Each graph costs memory and time at the start.
 
-A larger batch is decoded without graphs, on a small model at a fraction of the speed (benchmarks/README.md). SGLang's own
-limit depends only on the GPU's memory (256 on an H200 with less than four ranks). Nothing larger than this was
+A larger batch is decoded without graphs, on a small model at a fraction of the speed (benchmarks/README.md). SGLang's
+own limit depends only on the GPU's memory (256 on an H200 with less than four ranks). Nothing larger than this was
 measured.
 """
 SAME_NAMES = {
