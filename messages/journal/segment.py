@@ -38,13 +38,6 @@ MAX_BLOCK = 256 << 20
 MAX_ELEMENTS = 1 << 21
 """Elements of lists and maps in a block that a reader accepts. An empty list is one byte there and 72 in memory.
 Writers write less: one entry, which has entry.py's MAX_ELEMENTS at most, behind half a MiB of others."""
-WORK = 1000
-"""A forged segment can stand for far more work than its size: for each of its bytes a reader does as much as for so
-many bytes without compression, where an element of a list or map counts as ELEMENT of them, and an entry or a block of
-zstd as STEP. That is many times what any segment of ours takes."""
-ELEMENT, STEP = 128, 1 << 10
-BAD = 1000
-"""Entries of a segment that nobody can read, after which the rest is left out."""
 TORN = "its writer died or still writes; all before that is whole"
 """Problems that cost nothing of what was written end with it."""
 ZSTD_MAGIC = (0xFD2FB528).to_bytes(4, "little")
@@ -199,12 +192,8 @@ class SegmentWriter:
         self.nbytes += len(data)
 
 
-class _Forged(Exception):
-    """A segment takes more work than its size allows."""
-
-
-def _unpack(block: bytes, work: Callable[[int], None]) -> Any:
-    """What is in a block. Raises ValueError for more than MAX_ELEMENTS, and what msgpack and `work` raise."""
+def _unpack(block: bytes) -> Any:
+    """What is in a block. Raises ValueError for more than MAX_ELEMENTS, and what msgpack raises."""
     left = MAX_ELEMENTS
 
     def counted(value: Any) -> Any:
@@ -212,7 +201,6 @@ def _unpack(block: bytes, work: Callable[[int], None]) -> Any:
         left -= len(value)
         if left < 0:
             raise ValueError(f"it has more than {MAX_ELEMENTS} elements")
-        work(len(value) * ELEMENT)
         return value
 
     return msgpack.unpackb(
@@ -238,15 +226,12 @@ class SegmentReader:
         self._complete = True
         self._file = path.open("rb")
         try:
-            self._left = 2 * MAX_BLOCK + WORK * self._file.seek(0, os.SEEK_END)
             first = next(self._values(0, only_one=True), None)
             if first is None:
                 raise MalformedMessage("a segment without a header: its writer died as it began")
             self.header, newer = Header.unpack(first)
-        except BaseException as error:
+        except BaseException:
             self._file.close()
-            if isinstance(error, _Forged):
-                raise MalformedMessage(str(error)) from None
             raise
         if newer:
             problem(f"{path}: a newer minor version wrote it; what is unknown here is left out")
@@ -260,25 +245,14 @@ class SegmentReader:
 
     def entries(self, job_ids: frozenset[str] | None, since: float, until: float) -> Iterator[Entry]:
         """Entries in the order in which they were written: of these jobs (None: all), and times that may fit."""
-        try:
-            yield from self._entries(job_ids, since, until)
-        except _Forged as error:
-            self._problem(f"{self._path}: {error}")
-
-    def _entries(self, job_ids: frozenset[str] | None, since: float, until: float) -> Iterator[Entry]:
-        bad = 0
         for packed in self._blocks(job_ids, since, until):
             if not isinstance(packed, list):
                 self._problem(f"{self._path}: a block that is no array")
                 continue
-            self._work(len(packed) * STEP)
             for one in packed:
                 try:
                     entry = Entry.unpack(one)
                 except MessageError as error:
-                    bad += isinstance(error, MalformedMessage)
-                    if bad > BAD:
-                        raise _Forged(f"more than {BAD} entries cannot be read; the rest is left out") from None
                     if str(error) not in self._told:  # of entries of an unknown kind there may be very many
                         self._told.add(str(error))
                         self._problem(f"{self._path}: {error}")
@@ -312,8 +286,7 @@ class SegmentReader:
                 continue
             behind = place + len(frame)
             try:
-                self._work(self._zstd.frame_content_size(frame))
-                yield _unpack(self._zstd.decompress(frame), self._work)
+                yield _unpack(self._zstd.decompress(frame))
             except (ValueError, TypeError, RecursionError, UnpackException, self._zstd.ZstdError) as error:
                 self._problem(f"{self._path}: a block is damaged and left out: {error or type(error).__name__}")
                 if isinstance(error, self._zstd.ZstdError) and not only_one:  # its length may be what is wrong
@@ -322,22 +295,16 @@ class SegmentReader:
             if only_one:
                 return
 
-    def _work(self, nbytes: int) -> None:
-        self._left -= nbytes
-        if self._left < 0:
-            raise _Forged("it stands for far more than a segment of its size has; the rest is left out")
-
     def _next(self, place: int) -> int | None:
         """Where the next whole frame begins, from `place` on."""
         for _ in range(SEARCH):
             if (found := self._find(place)) is None:
                 return None
-            frame, _ = self._frame(found)
+            frame, _ = self._frame(found, STEPS)
             if frame is not None:
                 self._file.seek(found + len(frame))
                 if self._file.read(4) in {b"", ZSTD_MAGIC, _INDEX}:
                     try:
-                        self._work(self._zstd.frame_content_size(frame))
                         self._zstd.decompress(frame)
                     except self._zstd.ZstdError:
                         pass
@@ -358,7 +325,7 @@ class SegmentReader:
             place, kept = place + len(kept) - 3, kept[-3:]
         return None
 
-    def _frame(self, start: int, steps: int = STEPS) -> tuple[bytes | None, str]:
+    def _frame(self, start: int, steps: int = MAX_BLOCK) -> tuple[bytes | None, str]:
         """The zstd frame that begins here. None at the end, at the index, and, with the reason, if it is not whole.
 
         Its blocks are walked (RFC 8878, section 3.1.1), so that nothing is decompressed before its size is known.
@@ -385,7 +352,6 @@ class SegmentReader:
             last, repeated = bool(described & 1), described >> 1 & 3 == 1
             place += 3 + (1 if repeated else described >> 3)
             steps -= 1
-            self._work(STEP)
         place += 4 * frame.has_checksum
         if not last or place > end:
             return None, torn

@@ -174,32 +174,6 @@ def test_a_small_block_does_not_become_large_in_memory(tmp_path: Path, inside: A
     assert any("more than 2097152 elements" in told or "exceeds max_array_len" in told for told in problems)
 
 
-WALKED = b"\x28\xb5\x2f\xfd\x20\x00"
-"""How a frame begins whose blocks have to be walked to find its end."""
-
-
-@pytest.mark.parametrize(
-    ("inside", "read_at_most"),
-    [
-        (frame([bytes(1 << 24)]) * 40, 0),
-        (frame([ENTRY | {"e": "of a newer kind"}] * 100_000) * 6, 0),
-        (frame([ENTRY] * 100_000) * 6, 500_000),
-        (frame([[]] * 100_000) * 6, 0),
-        ((WALKED * 40 + frame([ENTRY])) * 200 + bytes(3 << 18), 200),
-    ],
-    ids=["bytes", "unknown kinds", "entries", "no entries", "steps"],
-)
-def test_a_small_segment_does_not_stand_for_very_much_work(tmp_path: Path, inside: bytes, read_at_most: int) -> None:
-    path = put(tmp_path)
-    path.write_bytes(path.read_bytes() + inside)
-    put(tmp_path, ENTRY | {"t": 2.0, "j": "other"}, name="00000000002000-other-000000", writer="other")
-    problems = Problems()
-    found = [entry.job_id for entry in read(tmp_path, on_problem=problems)]
-    assert found.count("other") == 1
-    assert len(found) - 1 <= read_at_most
-    assert any("foreign" in told and "the rest is left out" in told for told in problems)
-
-
 def test_a_note_of_more_than_a_reader_takes_is_refused(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         with pytest.raises(InvalidField, match="at most 1048576 elements"):
