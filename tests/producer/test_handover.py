@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import linecache
 import os
 import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -202,10 +204,12 @@ async def test_loops_do_not_wait_for_what_belongs_to_another_call(
 def interrupted_at(line: int) -> Iterator[None]:
     """Ctrl-C before the n-th line that this thread runs in LoopThread.run.
 
-    Not before `return found`: CPython runs no signal handler between the assignment before it and the caller's own.
+    Not before `return found`: CPython runs no signal handler between the assignment before it and the caller's own. Nor
+    where a `with` is left: between the last call in it and `__exit__` it runs none either, or locks would stay taken.
     """
     left = [line]
     handed = list[FrameType]()
+    entered = set[int]()  # lines of `with`: they come again when it is left
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         if frame.f_code is asyncio.BaseEventLoop.call_soon_threadsafe.__code__:
@@ -213,7 +217,9 @@ def interrupted_at(line: int) -> Iterator[None]:
         if frame.f_code is not LoopThread.run.__code__:
             return None
         crossing = frame.f_locals.get("crossing")
-        if event == "line" and not (crossing is not None and crossing.received):
+        if event == "line" and frame.f_lineno not in entered and not (crossing is not None and crossing.received):
+            if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+                entered.add(frame.f_lineno)
             left[0] -= 1
             if left[0] == 0:
                 if not handed:  # nobody would await it
@@ -262,6 +268,9 @@ def test_ctrl_c_loses_nothing_at_any_line(redis_db: str, call: str) -> None:
                     done = True
                 except KeyboardInterrupt:
                     pass
+                with ThreadPoolExecutor(1) as other:  # which collects garbage, as any thread may
+                    assert other.submit(client._thread._gate.acquire, timeout=10).result()
+                    other.submit(client._thread._gate.release).result()
                 received = samples(found)
                 rest = set[tuple[str, int]]()
 
