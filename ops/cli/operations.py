@@ -146,7 +146,9 @@ def _queue(redis_url: str, pool: str, **how: bool) -> OperationQueue:
         if error.name != "rq":
             raise
         raise ConfigError("operations need rq: pip install 'rolloutmq[ops]'") from None
-    return OperationQueue(redis_url, pool, **how)
+    queue = OperationQueue(redis_url, pool, **how)
+    reach(redis_url, pool)  # not one of the pool's later servers, where nobody would look
+    return queue
 
 
 def _run_here(name: str, params: dict[str, Any], redis_url: str, pool: str) -> int:

@@ -150,9 +150,10 @@ async def test_every_party_refuses_a_url_that_names_the_second_server_alone(
         with pytest.raises(LayoutMismatch):
             async with worker(b):
                 pass
-        told = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--redis", b])
-        assert told.exit_code == 2
-        assert "is not the first of these servers" in told.stderr
+        for command in (["status"], ["ops", "run", "audit-broker"], ["ops", "list"]):
+            told = await asyncio.to_thread(CliRunner().invoke, app, [*command, "--redis", b])
+            assert told.exit_code == 2
+            assert "is not the first of these servers" in told.stderr
         looks = asyncio.create_task(Exporter(b, "default", 0.02).run())
         await eventually(lambda: "is not the first of these servers" in caplog.text, what="the exporter's look")
         looks.cancel()
