@@ -18,7 +18,7 @@ SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --igno
 # timers by seconds. The output names it, and whoever reads that looks for the race. Outside CI everything runs once.
 ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && echo "these failed; once more and alone:" && .venv/bin/python -m pytest --lf --lfnf=none; })
 
-.PHONY: help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz bench-spread bench-fleet-weights bench-updates check docs clean
+.PHONY: help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz bench-queue bench-shards bench-idle bench-engine bench-episodes bench-sync bench-scale bench-spread bench-fleet-weights bench-updates check docs clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
@@ -34,6 +34,7 @@ help:
 	@echo "make capabilities   docs/capabilities.md from the last test run"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; docs/chaos.md)"
 	@echo "make fuzz    broken input for every decoder, for a minute (SECONDS=600 for more; SEED=7 ONLY=frames CASE=12 to replay)"
+	@echo "make bench-queue, -shards, -idle, -engine, -episodes, -sync, -scale    one benchmark, which prints JSON last (benchmarks/README.md)"
 	@echo "make bench-spread   how evenly work is spread, beside an ideal balancer and an earlier commit (25 minutes; docs/capacity.md)"
 	@echo "make bench-fleet-weights   new weights for a fleet that churns: deaths, 128 workers, 1,000 simulated (docs/capacity.md)"
 	@echo "make bench-updates   what updates cost a worker in each mode, contexts and intervals (15 minutes; docs/weights.md)"
@@ -127,23 +128,27 @@ fuzz: setup
 	PYTHONPATH=tests .venv/bin/python -m fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) \
 	  $(if $(ONLY),--only $(ONLY)) $(if $(CASE),--case $(CASE))
 
+# BENCH='--rounds 1 --out out/queue.json' and the like; `python -m benchmarks queue --help` has all.
+bench-queue bench-shards bench-idle bench-engine bench-episodes bench-sync bench-scale: setup
+	.venv/bin/python -m benchmarks $(@:bench-%=%) $(BENCH)
+
 # BENCH='--fast --out out/spread.json' and the like for less.
 bench-spread: setup
-	.venv/bin/python benchmarks/spread $(or $(BENCH),--out benchmarks/results/spread-cpu.json)
+	.venv/bin/python -m benchmarks.spread $(or $(BENCH),--out benchmarks/results/spread-cpu.json)
 
 # BENCH='--only churn --versions 10' and the like for less.
 bench-fleet-weights: setup
-	.venv/bin/python benchmarks/fleet $(or $(BENCH),--out benchmarks/results/fleet-weights-cpu.json)
+	.venv/bin/python -m benchmarks.fleet $(or $(BENCH),--out benchmarks/results/fleet-weights-cpu.json)
 
 # BENCH='--contexts 1000 --running 32' and the like for less, --before FOLDER for an older package beside it.
 bench-updates: setup
-	.venv/bin/python benchmarks/updates.py $(or $(BENCH),--out benchmarks/results/updates-cpu.json)
+	.venv/bin/python -m benchmarks.updates $(or $(BENCH),--out benchmarks/results/updates-cpu.json)
 
 check: setup
 	@mkdir -p out
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	MYPYPATH=.venv/src .venv/bin/mypy -p rolloutmq
+	MYPYPATH=.venv/src:. .venv/bin/mypy -p rolloutmq -p benchmarks
 	.venv/bin/python -m pytest -q --collect-only >out/collected.txt || { tail -40 out/collected.txt; exit 1; }
 	.venv/bin/python -m pytest -q tests/house/test_rooms.py tests/house/test_file_size.py tests/house/test_budget.py
 

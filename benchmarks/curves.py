@@ -1,4 +1,4 @@
-"""Whether an update's mode changes what is learned: `.venv/bin/python benchmarks/curves.py` (docs/weights.md).
+"""Whether an update's mode changes what is learned: `.venv/bin/python -m benchmarks.curves` (docs/weights.md).
 
 The task, learner and asynchronous loop of `rolloutmq demo` with two real workers and a new version at every step, once
 in each mode with the same seeds. Nothing is killed. `gap` is the mean difference between the log-probabilities of the
@@ -20,12 +20,13 @@ import torch
 
 from rolloutmq import BlockingRolloutClient, WeightPublisher
 from rolloutmq.messages.model import UpdateMode
-from rolloutmq.ops.bench.broker import describe_host
 from rolloutmq.ops.demo.learner import Learner
 from rolloutmq.ops.demo.model import make_model, save_checkpoint, warm_up
 from rolloutmq.ops.demo.pool import PoolSettings, Workers
 from rolloutmq.ops.demo.trainer import Trainer
 from rolloutmq.ops.redis import EmbeddedRedis
+
+from .broker.environments import describe_host
 
 WORKERS, POINTS = 2, 10
 """Of a curve: each is the mean reward of as many steps."""

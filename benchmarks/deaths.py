@@ -1,6 +1,6 @@
 """Workers with real leases hold jobs. Half of them fall silent at once: when can each of their jobs be claimed again?
 
-    python benchmarks/deaths.py --out benchmarks/results/deaths-cpu.json
+    python -m benchmarks.deaths --out benchmarks/results/deaths-cpu.json
 
 The leases are renewed, and dead workers looked for, by the worker's own loop, all in one process. Jobs are held and
 not run. Measured is the time until the queue has every job of the dead, by this process' clock and by the pool's. The
@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worst_calls import POOL, Pool
-
 from rolloutmq.messages.broker import Broker, Lease
 from rolloutmq.messages.model import WorkerStatus
 from rolloutmq.messages.redis import connect
 from rolloutmq.messages.scripts.source import script_source
-from rolloutmq.ops.bench.broker.environments import describe_host
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.worker.lease import Membership
+
+from .broker.environments import describe_host
+from .worst_calls import POOL, Pool
 
 LEASE_S = 10.0
 EACH = 64

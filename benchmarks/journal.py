@@ -1,6 +1,6 @@
 """A journal of a million results: what it takes on disk, how fast it is written, and how soon one job is found in it.
 
-    python benchmarks/journal.py --out benchmarks/results/journal-cpu.json
+    python -m benchmarks.journal --out benchmarks/results/journal-cpu.json
 
 Every result has an entry and a job's id of its own. Token ids are drawn as in text (Zipf), and log-probabilities are
 random float32: nothing compresses better than in a run. Cold: a new process, after the kernel dropped the files' pages.
@@ -153,7 +153,7 @@ def main() -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "host": asked.host,
         "versions": {"python": platform.python_version()} | versions,
-        "command": f"python benchmarks/journal.py --results {asked.results} --rounds {asked.rounds}",
+        "command": f"python -m benchmarks.journal --results {asked.results} --rounds {asked.rounds}",
         "tokens": f"log-normal around {asked.tokens}",
         "rounds": rounds,
     }

@@ -1,6 +1,6 @@
 """An asynchronous training loop beside a synchronous one: the same model, prompts, lengths and update, in one run.
 
-    python benchmarks/overlap.py --shape 0.6b --device cuda --out benchmarks/results/overlap-2xh200.json
+    python -m benchmarks.overlap --shape 0.6b --device cuda --out benchmarks/results/overlap-2xh200.json
 
 The trainer has the first GPU, one worker with SGLang the second. Both loops do what a reinforcement learning loop does:
 they take `--prompts` groups of `--samples` samples, learn from them (truncated importance sampling), and publish the
@@ -36,9 +36,10 @@ from typing import Any
 import torch
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, RolloutResult, SamplingParams, Staleness, WeightPublisher
-from rolloutmq.ops.bench.sync import one_shape
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.worker.cpu_support import prepare_transformers
+
+from .sync.shapes import one_shape
 
 PROMPT_TOKENS = 64
 TRUNCATE = 2.0
@@ -297,7 +298,7 @@ def write(given: argparse.Namespace, blocks: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default="tiny", help="one of `rolloutmq bench sync --shapes`")
+    parser.add_argument("--shape", default="tiny", help="one of `python -m benchmarks sync --shapes`")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda takes two GPUs")
     parser.add_argument("--prompts", type=int, default=32, help="groups of a batch")
     parser.add_argument("--samples", type=int, default=8, help="samples of a group")

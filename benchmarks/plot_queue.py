@@ -1,4 +1,4 @@
-"""Draw what `rolloutmq bench queue --out` wrote: python benchmarks/plot_queue.py RESULT.json docs/queue.svg"""
+"""Draw what `python -m benchmarks queue --out` wrote: python -m benchmarks.plot_queue RESULT.json docs/queue.svg"""
 
 from __future__ import annotations
 

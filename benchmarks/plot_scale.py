@@ -1,4 +1,4 @@
-"""Draw a day that `rolloutmq bench scale --out` wrote: python benchmarks/plot_scale.py RESULT.json docs/scale.svg"""
+"""Draw a day of `python -m benchmarks scale --out`: python -m benchmarks.plot_scale RESULT.json docs/scale.svg"""
 
 from __future__ import annotations
 

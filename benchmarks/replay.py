@@ -1,7 +1,7 @@
 """A pool's run is recorded, and then generated again token by token: how many samples come out the same?
 
-    python benchmarks/replay.py --jobs 1000 --out benchmarks/results/replay-cpu.json
-    python benchmarks/replay.py --jobs 200 --shape 0.6b --out benchmarks/results/replay-h200.json
+    python -m benchmarks.replay --jobs 1000 --out benchmarks/results/replay-cpu.json
+    python -m benchmarks.replay --jobs 200 --shape 0.6b --out benchmarks/results/replay-h200.json
 
 Two real workers with deterministic engines serve a pool. Its jobs use what has an influence on tokens: groups, stops,
 grammars, biases, penalties, logit processors, tools, sessions, texts and chats. While they run, weights are
@@ -30,13 +30,14 @@ from safetensors.torch import load_file, save_file
 
 from rolloutmq import GenerateJob, RolloutClient, WeightPublisher
 from rolloutmq.messages.journal import Journal
-from rolloutmq.ops.bench.sync import one_shape
 from rolloutmq.ops.demo.pool import WorkerProcess
 from rolloutmq.ops.flags import parse_extra
 from rolloutmq.ops.journal.live import Live, live_of
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.replay import Recorded, Settings, as_data, recorded, replay_tokens, summary
 from rolloutmq.ops.tiny_model import write_tiny_model
+
+from .sync.shapes import one_shape
 
 TEXT = "text"
 LONGS = 2
@@ -253,7 +254,7 @@ def main() -> None:
     """Record, replay, print JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=100)
-    parser.add_argument("--shape", default=TEXT, help=f"{TEXT}, a tiny model in float32, or one of `bench sync`")
+    parser.add_argument("--shape", default=TEXT, help=f"{TEXT}, a tiny model in float32, or one of `benchmarks sync`")
     parser.add_argument("--long", type=int, default=3000, help="most tokens of jobs that run while something happens")
     parser.add_argument("--sglang", action="append", default=[], help="NAME=JSON of SGLang, for workers and replay")
     parser.add_argument("--folder", type=Path, help="keep model, journal and snapshots here")

@@ -1,7 +1,7 @@
 """How long a worker takes from the start of its process to its first token at the pool's version, phase by phase.
 
-    python benchmarks/startup.py --shape tiny --out benchmarks/results/startup-cpu.json
-    python benchmarks/startup.py --shape 8b --device cuda --host '1x H200' --out benchmarks/results/startup-h200.json
+    python -m benchmarks.startup --shape tiny --out benchmarks/results/startup-cpu.json
+    python -m benchmarks.startup --shape 8b --device cuda --host '1x H200' --out benchmarks/results/startup-h200.json
 
 It writes a checkpoint with random weights, starts a worker with nothing compiled ("cold"), and publishes version 1.
 Then it starts workers in a pool that has that version, each in a process of its own, after the one before has ended. A
@@ -39,10 +39,11 @@ import torch
 from safetensors.torch import save_file
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, SamplingParams, WeightPublisher
-from rolloutmq.ops.bench.sync import one_shape
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker.metrics import PHASES
+
+from .sync.shapes import one_shape
 
 WAYS = {
     "before": ("--first-weights", "checkpoint"),
@@ -212,7 +213,7 @@ def some_of(names: tuple[str, ...]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="tiny", help="one of `rolloutmq bench sync --shapes`")
+    parser.add_argument("--shape", default="tiny", help="one of `python -m benchmarks sync --shapes`")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--ways", type=some_of(tuple(WAYS)), default=["before", "after"], help=f"some of {','.join(WAYS)}"

@@ -1,7 +1,7 @@
 """Figures of the trainers' examples, and of staleness as it is simulated beside staleness as it is measured.
 
-    PYTHONPATH=tests python benchmarks/trainers.py examples --out benchmarks/results/trl-cpu.json
-    PYTHONPATH=tests python benchmarks/trainers.py staleness --out benchmarks/results/staleness-cpu.json
+    PYTHONPATH=tests python -m benchmarks.trainers examples --out benchmarks/results/trl-cpu.json
+    PYTHONPATH=tests python -m benchmarks.trainers staleness --out benchmarks/results/staleness-cpu.json
 
 Each starts a Redis and workers with real SGLang of its own. `examples` needs the extra `trl`; it runs the programs with
 two workers and kills one when half of the steps are done. `staleness` runs an asynchronous loop with three bounds.

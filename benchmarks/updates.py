@@ -40,10 +40,11 @@ from rolloutmq import (
     WeightPublisher,
 )
 from rolloutmq.messages.errors import WaitTimeout
-from rolloutmq.ops.bench.broker import describe_host
-from rolloutmq.ops.bench.sync.shapes import one_shape
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
+
+from .broker.environments import describe_host
+from .sync.shapes import one_shape
 
 MODES = ("resume", "in_place", "auto")
 CASE_S, VERSIONS, LONGEST = 10.0, 2.5, 3.0
@@ -257,7 +258,7 @@ def main() -> None:
     parser.add_argument("--every", default="0.25,1,5", help="seconds between versions")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--new-tokens", type=int, default=200)
-    parser.add_argument("--shape", default="", help="as of `rolloutmq bench sync`; needs a GPU")
+    parser.add_argument("--shape", default="", help="as of `python -m benchmarks sync`; needs a GPU")
     parser.add_argument(
         "--worker",
         default="--dtype float32 --max-total-tokens 131072 --device cpu",
@@ -280,7 +281,8 @@ def main() -> None:
         return
     command = [
         sys.executable,
-        __file__,
+        "-m",
+        "benchmarks.updates",
         "--side",
         "--loads",
         args.loads,

@@ -1,6 +1,6 @@
 """How long Redis is busy with one call of each script, in a pool as large as any, when the call does all that it may.
 
-    python benchmarks/worst_calls.py --out benchmarks/results/worst-calls-cpu.json
+    python -m benchmarks.worst_calls --out benchmarks/results/worst-calls-cpu.json
 
 The pool has 1,000 workers, 200,000 queued jobs and 5,000 clients, one of them with 40,000 open jobs. The calls are the
 broker's own, with records as it writes them and payloads that nobody decodes. A call's time is what the slow log says,
@@ -33,12 +33,13 @@ from rolloutmq.messages.model import WorkerStatus
 from rolloutmq.messages.redis import Keys, connect
 from rolloutmq.messages.scripts import calls
 from rolloutmq.messages.scripts.source import script_source
-from rolloutmq.ops.bench.broker.environments import describe_host
 from rolloutmq.ops.operations.audit.look import ADDED_UP
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.sync.transfer import Holder, Ledger, TransferReport
 from rolloutmq.worker.lease.batches import MAX_BATCH
 from rolloutmq.worker.lease.claims import MAX_JOBS
+
+from .broker.environments import describe_host
 
 POOL = "worst"
 LIMIT_MS = 20.0

@@ -126,13 +126,13 @@ def try_it() -> None:
     engine imports, thousands of files that every engine process would compile again where
     PYTHONDONTWRITEBYTECODE is set."""
     say("trying it: a tiny model answers through Redis and SGLang")
-    bench = ["bench", "engine", "--prompts", "4", "--max-running", "4"]
+    bench = ["engine", "--prompts", "4", "--max-running", "4"]
     bench += ["--max-new-tokens", "4", "--rounds", "1", "--json"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with LOG.open("a") as log:
-        command = [str(PYTHON), "-m", "rolloutmq.ops.entry", *bench]
+        command = [str(PYTHON), "-m", "benchmarks", *bench]
         code = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=VENV, env=environment, check=False
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=environment, check=False
         ).returncode
     if code:
         fail(f"the tiny model did not answer (status {code}); see the end of {LOG}")

@@ -8,15 +8,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import churn
-import deaths
-import real
-import simulated
 import torch
 
-from rolloutmq.ops.bench.broker import describe_host
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
+
+from ..broker.environments import describe_host
+from . import churn, deaths, real, simulated
 
 RECEIVERS = 1000
 SHAPES = ((32, 512 << 20, 1.25e9, 4e9), (32, 512 << 20, 12.5e9, 20e9))

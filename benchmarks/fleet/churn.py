@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from pool import Fleet, Worker, middle, p, send
+from .pool import Fleet, Worker, middle, p, send
 
 STANDING, IN_ONE = 112, 16
 CHURNING = 16

@@ -6,7 +6,7 @@ import signal
 import time
 from typing import Any
 
-from pool import Fleet, Worker, middle, p, send
+from .pool import Fleet, Worker, middle, p, send
 
 EVERY_S = 0.25
 STILL, AFTER = 8, 4

@@ -10,14 +10,15 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from pool import weights
-from simulated import Publication
 
 from rolloutmq.sync.packing import PackedWeights
 from rolloutmq.sync.publish.hub import Hub
 from rolloutmq.sync.receive import Receiver
 from rolloutmq.sync.transfer import TransferOrder
 from rolloutmq.sync.wire import Talk
+
+from .pool import weights
+from .simulated import Publication
 
 RECEIVERS, BUCKETS, NBYTES, LINK = 16, 32, 1 << 20, 24e6
 VERIFY = 1.5e9

@@ -1,8 +1,8 @@
 """Is work spread? The real broker with simulated engines, beside an ideal balancer and beside an earlier commit.
 
-    python benchmarks/spread --out benchmarks/results/spread-cpu.json       # make bench-spread, about 25 minutes
-    python benchmarks/spread --fast                                         # a minute
-    python benchmarks/spread --only cost                                    # what a job costs Redis
+    python -m benchmarks.spread --out benchmarks/results/spread-cpu.json       # make bench-spread, about 25 minutes
+    python -m benchmarks.spread --fast                                         # a minute
+    python -m benchmarks.spread --only cost                                    # what a job costs Redis
 
 Each case (load.py) runs in a process of its own on a private redis-server (pool.py), its client in another one
 (client.py). Time is stretched: the case says by how much, and it runs again with more if Redis or the harness took
@@ -31,13 +31,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ideal import Ideal
-from load import CURVES, MEASURED, MEDIAN, MOST, PROMPT, ROOM, SIGMA, Case, Lost
-
-from rolloutmq.ops.bench.broker.environments import describe_host
 from rolloutmq.ops.redis import EmbeddedRedis
 
-HERE = Path(__file__).parent
+from ..broker.environments import describe_host
+from .ideal import Ideal
+from .load import CURVES, MEASURED, MEDIAN, MOST, PROMPT, ROOM, SIGMA, Case, Lost
+
 BEFORE = "80afd48"
 SHARE, TRIES = 0.5, 3
 MOST_RATIO, MOST_UNEVEN, MOST_COST = 1.10, 1.25, 1.05
@@ -82,7 +81,7 @@ def exported(commit: str, folder: str) -> str:
     """The package of a commit, in a folder for PYTHONPATH."""
     place = Path(folder) / "rolloutmq"
     place.mkdir()
-    archive = subprocess.run(["git", "archive", commit], cwd=HERE.parent.parent, stdout=subprocess.PIPE, check=True)
+    archive = subprocess.run(["git", "archive", commit], stdout=subprocess.PIPE, check=True)
     subprocess.run(["tar", "-x", "-C", str(place)], input=archive.stdout, check=True)
     if not (place / "__init__.py").exists():
         raise SystemExit(f"{commit} has no package")
@@ -96,7 +95,7 @@ def environment(path: str) -> dict[str, str]:
 def measure(case: Case, path: str) -> dict[str, Any]:
     """Run a case until it was not too fast for this host."""
     for _ in range(TRIES):
-        command, env = [sys.executable, str(HERE / "pool.py"), case.to_json()], environment(path)
+        command, env = [sys.executable, "-m", "benchmarks.spread.pool", case.to_json()], environment(path)
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=CASE_S, check=False)
         if done.returncode:
             raise SystemExit(f"{case.name}: {done.stderr[-4000:]}")
@@ -156,7 +155,7 @@ class Side:
     """One commit's Redis, on which jobs are run when it is asked to."""
 
     def __init__(self, path: str) -> None:
-        command = [sys.executable, str(HERE / "cost.py")]
+        command = [sys.executable, "-m", "benchmarks.spread.cost"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, env=environment(path), stdin=pipe, stdout=pipe, text=True)
         self._line()

@@ -1,6 +1,6 @@
 """The client of `benchmarks/spread/pool.py`, in a process of its own: it submits a case's jobs and takes the results.
 
-`python benchmarks/spread/client.py URL CASE-JSON` says "ready", reads the moment at which to begin (time.monotonic) and
+`python -m benchmarks.spread.client URL CASE-JSON` says "ready", reads the moment at which to begin (time.monotonic) and
 says at the end what processor time it took.
 """
 
@@ -13,12 +13,13 @@ import time
 from typing import Any
 
 import numpy as np
-from load import MOST, PROMPT, Case, arrivals
 
 from rolloutmq.messages.broker import Broker
 from rolloutmq.messages.broker.submissions import batches
 from rolloutmq.messages.model import GenerateJob, RolloutResult, SamplingParams
 from rolloutmq.messages.redis import connect
+
+from .load import MOST, PROMPT, Case, arrivals
 
 POOL, CLIENT = "spread", "spread-client"
 STUCK_S = 120.0

@@ -1,6 +1,6 @@
 """What a job costs Redis at equal jobs per claim. `benchmarks/spread` runs one of these for each commit, in turns.
 
-`python benchmarks/spread/cost.py` reads from each line of its input the number of jobs per claim, and how many times
+`python -m benchmarks.spread.cost` reads from each line of its input the number of jobs per claim, and how many times
 256 jobs, and says what they took: µs of Redis' processor time for a job's enqueue, claim, complete and ack.
 """
 
@@ -16,8 +16,9 @@ from rolloutmq.messages.broker.submissions import batches
 from rolloutmq.messages.ids import new_id
 from rolloutmq.messages.model import GenerateJob, SamplingParams, WorkerStatus
 from rolloutmq.messages.redis import connect
-from rolloutmq.ops.bench.broker.growth import finished
 from rolloutmq.ops.redis import EmbeddedRedis
+
+from ..broker.growth import finished
 
 POOL, CLIENT = "cost", "cost-client"
 WAITING = 256

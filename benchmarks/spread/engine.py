@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from load import PROMPT, Case, step_of
 
 from rolloutmq.worker.engine import EngineInfo, EngineOutput, EngineRequest, LoadedAdapters, Progress
+
+from .load import PROMPT, Case, step_of
 
 TOKENS, LOGPROBS = np.zeros(1 << 16, np.int32), np.zeros(1 << 16, np.float32)
 INFO = EngineInfo(

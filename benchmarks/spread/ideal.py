@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from load import PROMPT, ROOM, Case, Change, Lost, arrivals, changes, step_of
+from .load import PROMPT, ROOM, Case, Change, Lost, arrivals, changes, step_of
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""One case of `benchmarks/spread` on a real broker: `python benchmarks/spread/pool.py CASE-JSON` prints its figures.
+"""One case of `benchmarks/spread` on a real broker: `python -m benchmarks.spread.pool CASE-JSON` prints its figures.
 
 Real are Redis, the scripts, leases, claims, wake-up tokens (a connection for each worker), moves, results and their
 client. Engines are simulated, and one listener hears the pool's bell for all workers. It runs on any commit of the
@@ -14,12 +14,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE
 from collections import Counter
-from pathlib import Path
 from typing import Any
-
-from client import POOL, jobs_of
-from engine import INFO, LOGPROBS, TOKENS, Clock, SimulatedEngine
-from load import PROMPT, ROOM, Case, Change, Lost, changes
 
 from rolloutmq.messages.broker import Claim, Finished, Lease, can_of
 from rolloutmq.messages.codec import decode
@@ -29,6 +24,10 @@ from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.worker.generation import Generation
 from rolloutmq.worker.jobs import HeldJob, HeldJobs, Run, SampleRun
 from rolloutmq.worker.lease import ClaimLoop, Handback, Membership, Outbox
+
+from .client import POOL, jobs_of
+from .engine import INFO, LOGPROBS, TOKENS, Clock, SimulatedEngine
+from .load import PROMPT, ROOM, Case, Change, Lost, changes
 
 try:
     from rolloutmq.worker.moving import Moving
@@ -216,7 +215,7 @@ class Pool:
             await asyncio.sleep(0.05)
         for _, job, lengths in jobs_of(self.case):
             self.jobs[job.id], self.lengths[job.id] = job, lengths
-        command = [str(Path(__file__).with_name("client.py")), self._url, self.case.to_json()]
+        command = ["-m", "benchmarks.spread.client", self._url, self.case.to_json()]
         client = await asyncio.create_subprocess_exec(sys.executable, *command, stdin=PIPE, stdout=PIPE)
         assert client.stdin
         assert client.stdout

@@ -40,7 +40,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "replay": ("replay", "replay", "Generate recorded samples again, and compare tokens."),
     "simulate": ("trial", "simulate", "Compute what settings would cost, without a pool."),
     "demo": ("trial", "demo", "Run asynchronous RL here, while workers die and join."),
-    "bench": ("bench", "app", "Measure queue, engine, sync or a fleet; prints JSON last."),
 }
 """Name -> (module of this room, what it has, the line of `rolloutmq --help`)."""
 

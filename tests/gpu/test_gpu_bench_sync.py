@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolloutmq.ops.bench.sync.bench import PATHS, make_plan, run_sync_bench
+from benchmarks.sync.bench import PATHS, make_plan, run_sync_bench
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

@@ -169,9 +169,10 @@ async def test_weights_switched_in_place_need_the_cache_of_the_older_ones(weight
 @pytest.mark.timeout(600)
 def test_a_hundred_jobs_of_a_real_pool_come_out_the_same(tmp_path: Path) -> None:
     """A worker was killed, and versions were published and switched in place under them."""
-    script = Path(__file__).parents[3] / "benchmarks" / "replay.py"
-    command = [sys.executable, str(script), "--jobs", "100", "--folder", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    command = [sys.executable, "-m", "benchmarks.replay", "--jobs", "100", "--folder", str(tmp_path)]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=580, check=False, cwd=Path(__file__).parents[3]
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     told = json.loads(ran.stdout)
     assert told["not_the_same"] == []

@@ -1,0 +1,1 @@
+"""`python -m benchmarks queue`, `bench idle` and `bench shards`: other queues, what waiting costs, several Redis."""

@@ -1,0 +1,76 @@
+"""The prompts of a benchmark, the same for every side, and its client: `python -m … URL POOL WORKLOAD-JSON`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from rolloutmq.messages.model import GenerateJob, RolloutResult, SamplingParams
+from rolloutmq.producer.client import RolloutClient
+
+from .traces import traces_on
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts of a benchmark: `count` of them, each with 16 to 64 random tokens.
+
+    Each answer has a fixed length between half of max_new_tokens and all of it, and ignores the end of sequence. So
+    both sides generate the same number of tokens. journal: a folder for the client's journal, "" for none. traces:
+    whether the client makes spans.
+    """
+
+    count: int
+    max_new_tokens: int
+    vocab_size: int
+    seed: int = 0
+    journal: str = ""
+    traces: bool = False
+
+    def jobs(self) -> list[GenerateJob]:
+        """Return the workload as jobs, in order."""
+        draw = random.Random(self.seed)
+        shortest = max(1, self.max_new_tokens // 2)
+        return [
+            GenerateJob(
+                token_ids=[draw.randrange(self.vocab_size) for _ in range(draw.randint(16, 64))],
+                sampling=SamplingParams(max_new_tokens=draw.randint(shortest, self.max_new_tokens), ignore_eos=True),
+            )
+            for _ in range(self.count)
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens that every run generates."""
+        return sum(job.sampling.max_new_tokens for job in self.jobs())
+
+
+async def run_client(url: str, pool: str, workload: Workload) -> dict[str, float]:
+    """Submit all jobs and take all results.
+
+    Returns tokens, and seconds and CPU seconds from the first submission to the last result.
+    """
+    jobs = workload.jobs()
+    tokens = samples = 0
+    async with RolloutClient(url, pool, journal=workload.journal or None) as client:
+        began, cpu = time.perf_counter(), time.process_time()
+        await client.submit_many(jobs)
+        async for outcome in client.results(timeout=120):
+            if not isinstance(outcome, RolloutResult):
+                raise SystemExit(str(outcome))
+            tokens += len(outcome.token_ids)
+            samples += 1
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    return {"tokens": tokens, "samples": samples, "seconds": seconds, "cpu": cpu}
+
+
+if __name__ == "__main__":
+    url, pool, spec = sys.argv[1:]
+    given = Workload(**json.loads(spec))
+    with traces_on() if given.traces else nullcontext():
+        print(json.dumps(asyncio.run(run_client(url, pool, given))))
