@@ -1,4 +1,4 @@
-"""How new weights come to a fleet that churns: `make bench-fleet-weights` (docs/capacity.md has its figures)."""
+"""How new weights come to a fleet that churns: `make bench-fleet-weights` (README.md has its figures)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_a_small_run_on_a_cpu() -> None:
         pytest.skip("SGLang is not installed")
     pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
     options = {"shape": "tiny", "prompts": 24, "max-running": 8, "max-new-tokens": 16, "rounds": 2}
-    command = [sys.executable, "-m", "rolloutmq.ops.entry", "bench", "engine"]
+    command = [sys.executable, "-m", "benchmarks", "engine"]
     command += [*(f"--{name}={value}" for name, value in options.items()), "--journals", "--watched"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -18,7 +18,7 @@ EPISODES, TURNS, ANSWER = 12, 3, 32
 def test_a_small_run_on_a_cpu() -> None:
     if find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
-    command = [sys.executable, "-m", "rolloutmq.ops.entry", "bench", "episodes"]
+    command = [sys.executable, "-m", "benchmarks", "episodes"]
     command += [f"--episodes={EPISODES}", f"--turns={TURNS}", "--concurrency=6", "--lease=3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,1 +1,1 @@
-"""The chaos suite: real processes, real faults, an oracle that reads Redis' own log; see docs/chaos.md."""
+"""The chaos suite: real processes, real faults, an oracle that reads Redis' own log; see README.md."""

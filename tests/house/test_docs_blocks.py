@@ -42,7 +42,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 GPU = "needs a GPU"
 ELSEWHERE = {
     "README.md": "worker/sglang/pools/test_pool.py",  # examples/trainer.py, which it equals (test_commands.py)
-    "chaos.md": "house/test_docs_blocks.py",
     "configuration.md": "ops/config/test_config_docs.py",
     "generation.md": "worker/sglang/pools/test_stops_pool.py",
     "logits.md": "worker/sglang/generation/test_deterministic.py",
@@ -189,10 +188,10 @@ def test_what_runs_elsewhere_runs(page: str, test: str) -> None:
 
 
 async def test_the_scenario_shown_keeps_the_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = [block for block in PYTHON if block.page == "chaos.md"]
+    (block,) = [one for one in blocks_of(ROOT / "tests/chaos/README.md") if one.language == "python"]
     monkeypatch.setattr(scenario, "ALL", {})
     monkeypatch.setattr(chaos_run, "OUT", tmp_path)
-    exec(compile(block.code, "chaos.md", "exec"), {"scenario": scenario.scenario, "Chaos": Chaos})
+    exec(compile(block.code, "README.md", "exec"), {"scenario": scenario.scenario, "Chaos": Chaos})
     (shown,) = scenario.ALL.values()
     figures = await chaos_run.run(shown, "7", keep=True)
     broken = [
