@@ -258,11 +258,6 @@ async def test_status_fits_80_columns_and_cuts_no_word(redis_db: str) -> None:
         assert set(text.split()) <= set(words)
 
 
-def test_the_readme_shows_the_example_that_is_tested() -> None:
-    root = Path(__file__).parents[3]
-    assert f"```python\n{(root / 'examples' / 'trainer.py').read_text()}```" in (root / "README.md").read_text()
-
-
 @pytest.mark.parametrize("name", ["trl_grpo", "trl_async_grpo", "lora"])
 def test_an_example_without_its_model_says_so_in_one_line(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).parents[3] / "examples" / f"{name}.py")]
