@@ -1,1 +1,1 @@
-"""`python -m benchmarks queue`, `bench idle` and `bench shards`: other queues, what waiting costs, several Redis."""
+"""`queue`, `idle` and `shards` of `python -m benchmarks`: other queues, what waiting costs, several Redis."""

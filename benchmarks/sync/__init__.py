@@ -1,4 +1,4 @@
 """`python -m benchmarks sync`: how fast weights get from a trainer into engines.
 
-Many files: each process of the benchmark, and each path of an update, has its own.
+Each process of the benchmark, and each path of an update, has a file of its own.
 """
