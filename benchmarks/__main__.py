@@ -1,4 +1,4 @@
-"""The benchmarks of the queue, the engine, episodes, weight sync and large fleets: `python -m benchmarks queue`, or
+"""The benchmarks of queue, engine, episodes, weight sync, large fleets and staleness: `python -m benchmarks queue`, or
 `make bench-queue`. Each prints what it does, and ends with one line of JSON."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from rolloutmq.messages.errors import ConfigError
-from rolloutmq.ops.cli.options import Json, log_to_stderr, plain_errors
+from rolloutmq.ops.cli.options import Json, ids, log_to_stderr, plain_errors, say
 
 
 class _Plain(TyperGroup):
@@ -229,6 +229,65 @@ def bench_scale(
     read = read_scenario(scenario, **{name: value for name, value in given.items() if value is not None})
     deaths = None if kill is None else Deaths(500 if workers is None else workers, kill, lease, 6 * lease)
     run_scale_bench(ScalePlan(read, seed, partials, deaths, out), quiet=json)
+
+
+@app.command("staleness")
+def staleness(
+    etas: Annotated[str, typer.Option(help="Bounds to compare, with commas.")] = "0,1,2,4,8",
+    scenario: Annotated[
+        str, typer.Option(help="balanced, slow-trainer, slow-pool, heavy-tail, or all of them.")
+    ] = "all",
+    on_stale: Annotated[str, typer.Option(help="drop, mark or wait.")] = "drop",
+    training_steps: Annotated[int, typer.Option(min=2, max=100_000, help="Of each run.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Of the lengths.")] = 0,
+    slots: Annotated[int | None, typer.Option(help="Samples that the pool generates at once.")] = None,
+    tokens_per_s: Annotated[float | None, typer.Option(help="Of one sample.")] = None,
+    median_tokens: Annotated[int | None, typer.Option(help="Median length of a sample.")] = None,
+    tail: Annotated[float | None, typer.Option(help="Sigma of the lengths' log-normal distribution.")] = None,
+    step_s: Annotated[float | None, typer.Option(help="Seconds of training on one batch.")] = None,
+    sync_s: Annotated[float | None, typer.Option(help="Seconds without generation at an update.")] = None,
+    transfer_s: Annotated[float | None, typer.Option(help="Seconds from an update until the pool has it.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples of a step.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples of a prompt.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG here; needs the extra `demo`.")] = None,
+    json: Json = False,
+) -> None:
+    """Throughput, idle time and staleness against the bound eta, for slow trainers, slow pools and long samples."""
+    from dataclasses import replace
+
+    from rolloutmq.messages.errors import InvalidField
+    from rolloutmq.ops.files import check_out, writing
+
+    from .simulate import SHAPES, as_lines, as_state, draw, sweep
+
+    if plot is not None:
+        check_out("--plot", plot)
+    if scenario not in (*SHAPES, "all"):
+        raise InvalidField("--scenario", scenario, f"all, or one of {', '.join(SHAPES)}")
+    bounds = ids("--etas", etas, "bounds such as 0,1,4")
+    own = {
+        "slots": slots,
+        "tokens_per_s": tokens_per_s,
+        "tokens": median_tokens,
+        "tail": tail,
+        "step_s": step_s,
+        "sync_s": sync_s,
+        "transfer_s": transfer_s,
+        "batch_size": batch_size,
+        "group": samples,
+    }
+    given = {name: value for name, value in own.items() if value is not None}
+    shapes = {
+        name: replace(shape, **given)  # type: ignore[arg-type]
+        for name, shape in SHAPES.items()
+        if scenario in (name, "all")
+    }
+    found = {name: sweep(shape, bounds, on_stale, training_steps, seed) for name, shape in shapes.items()}
+    if plot is not None:
+        with writing("--plot", plot):
+            plot.parent.mkdir(parents=True, exist_ok=True)
+            draw(plot, found, f"on_stale={on_stale}, {training_steps} steps, seed {seed}")
+    say(as_state(shapes, found, on_stale=on_stale, steps=training_steps, seed=seed), as_lines(found), json)
 
 
 if __name__ == "__main__":

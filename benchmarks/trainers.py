@@ -5,7 +5,7 @@
 
 Each starts a Redis and workers with real SGLang of its own. `examples` needs the extra `trl`; it runs the programs with
 two workers and kills one when half of the steps are done. `staleness` runs an asynchronous loop with three bounds.
-Of each it takes how long a step, a transfer and a token took, and has `rolloutmq simulate staleness` predict the rest.
+Of each it takes how long a step, a transfer and a token took, and has `benchmarks staleness` predict the rest.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from support.pools.worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, RolloutResult, SamplingParams, Staleness, WeightPublisher
 from rolloutmq.ops.redis import EmbeddedRedis
-from rolloutmq.ops.simulate import WARM_UP, Shape, simulate
 from rolloutmq.ops.tiny_model import load_tiny_model, write_tiny_model
+
+from .simulate import WARM_UP, Shape, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ("trl_async_grpo", "trl_grpo", "lora")

@@ -38,7 +38,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "journal": ("journal", "app", "Print a journal, export it, or record a pool."),
     "job": ("journal", "job", "Show a job's whole life, from a journal or the pool."),
     "replay": ("replay", "replay", "Generate recorded samples again, and compare tokens."),
-    "simulate": ("trial", "simulate", "Compute what settings would cost, without a pool."),
     "demo": ("trial", "demo", "Run asynchronous RL here, while workers die and join."),
 }
 """Name -> (module of this room, what it has, the line of `rolloutmq --help`)."""

@@ -76,7 +76,7 @@ def test_a_flag_means_one_thing_in_every_command() -> None:
     assert kinds["--keep"] == {str(int): ["weights gc"]}
     assert [commands for found in (kinds["--steps"], kinds["--training-steps"]) for commands in found.values()] == [
         ["control start-profile"],
-        ["simulate staleness", "demo"],
+        ["demo"],
     ]
 
 

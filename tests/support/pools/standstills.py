@@ -49,6 +49,12 @@ class Scene:
         self.stack.push_async_callback(running.crash)
         return running
 
+    async def serving(self) -> Running:
+        """A worker that has looked for a version: it learns of the next one while it serves."""
+        running = await self.worker()
+        await eventually(lambda: "weights" in running.worker.vitals.startup.seconds)
+        return running
+
     async def submit(self, given: GenerateJob | None = None) -> Any:
         self.waiting = await self.client.submit(given or tokens())
         return self.waiting
@@ -142,8 +148,7 @@ async def loading(scene: Scene) -> None:
 
 
 async def behind(scene: Scene) -> None:
-    running = await scene.worker()
-    await eventually(lambda: "weights" in running.worker.vitals.startup.seconds)
+    running = await scene.serving()
     await scene.commit(3, await scene.never_answers())
     running.worker._follower.look_again()  # type: ignore[union-attr]
     await scene.submit()
@@ -151,14 +156,14 @@ async def behind(scene: Scene) -> None:
 
 
 async def behind_what_jobs_need(scene: Scene) -> None:
-    await scene.worker()
+    await scene.serving()
     await scene.commit(3, await scene.never_answers())
     await scene.submit(tokens(min_version=3))
     await scene.aside()
 
 
 async def too_stale(scene: Scene) -> None:
-    await scene.worker()
+    await scene.serving()
     await scene.commit(3, await scene.never_answers())
     await scene.submit(tokens(max_staleness=0))
     await scene.aside()

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..messages.errors import InvalidField
-from ..producer.training import Books, Measured, Staleness
+from rolloutmq.messages.errors import InvalidField
+from rolloutmq.producer.training import Books, Measured, Staleness
 
 WARM_UP = 0.1
 """Share of the steps that the figures leave out: a run begins with an empty pool."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
+from benchmarks.simulate import SHAPES, Outcome, Run, Shape, simulate
 from rolloutmq import InvalidField, Staleness
-from rolloutmq.ops.simulate import SHAPES, Outcome, Run, Shape, simulate
 
 PLAIN = Shape(slots=64, tokens=500, tail=0.0, step_s=10.0, sync_s=0.5, batch_size=64, group=8)
 """Every batch takes 10 s to generate and 10 s to train on."""
@@ -131,3 +135,45 @@ def test_shapes_at_their_limits_have_figures(name: str) -> None:
 def test_a_bound_on_staleness_that_lets_in_too_many_samples_is_refused() -> None:
     with pytest.raises(InvalidField, match=r"eta=99999999: \(eta \+ 1\) x batch_size of at most 1,000,000"):
         ran(PLAIN, 99_999_999)
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    ended = CliRunner().invoke(app, list(arguments))
+    return ended.exit_code, ended.stdout, ended.stderr
+
+
+def test_simulate_prints_draws_and_repeats(tmp_path: Path) -> None:
+    plot = tmp_path / "plots" / "staleness.png"
+    asked = ("staleness", "--etas", "0,2", "--training-steps", "20", "--slots", "64")
+    code, shown, _ = run(*asked)
+    assert code == 0
+    assert [line for line in shown.splitlines() if line.endswith(":")] == [
+        "balanced:",
+        "slow-trainer:",
+        "slow-pool:",
+        "heavy-tail:",
+    ]
+    assert run(*asked, "--scenario", "heavy-tail", "--plot", str(plot))[0] == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    first, again = (json.loads(run(*asked, "--scenario", "slow-pool", "--json")[1]) for _ in range(2))
+    assert first == again
+    (only,) = first["scenarios"].values()
+    assert [one["eta"] for one in only["outcomes"]] == [0, 2]
+    assert only["shape"]["slots"] == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--scenario", "slow"), "--scenario='slow': all, or one of balanced,"),
+        (("--etas", "a"), "--etas='a': bounds such as 0,1,4"),
+        (("--on-stale", "keep"), "on_stale='keep'"),
+        (("--slots", "0"), "slots=0: 1 to 1e+06"),
+        (("--tail", "1000"), "tail=1000.0: 0 to 10"),
+        (("--samples", "7"), "group=7: a divisor of batch_size=64"),
+    ],
+)
+def test_simulate_refuses_by_name(arguments: tuple[str, ...], says: str) -> None:
+    code, _, error = run("staleness", "--training-steps", "5", *arguments)
+    assert code == 2
+    assert says in error

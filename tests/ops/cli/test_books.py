@@ -1,4 +1,4 @@
-"""`rolloutmq books` and `rolloutmq simulate`: what people see, what programs get, and files that are not books."""
+"""`rolloutmq books`: what people see, what programs get, and files that are not books."""
 
 from __future__ import annotations
 
@@ -84,40 +84,3 @@ def test_what_is_no_books_is_refused_in_one_line(
     assert len(error.splitlines()) == 1
     assert content != "pickle" or error.endswith("as JSON in a file of its own\n"), "what to do instead"
     assert not Path("harmed").exists()
-
-
-def test_simulate_prints_draws_and_repeats(tmp_path: Path) -> None:
-    plot = tmp_path / "plots" / "staleness.png"
-    asked = ("simulate", "staleness", "--etas", "0,2", "--training-steps", "20", "--slots", "64")
-    code, shown, _ = run(*asked)
-    assert code == 0
-    assert [line for line in shown.splitlines() if line.endswith(":")] == [
-        "balanced:",
-        "slow-trainer:",
-        "slow-pool:",
-        "heavy-tail:",
-    ]
-    assert run(*asked, "--scenario", "heavy-tail", "--plot", str(plot))[0] == 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    first, again = (json.loads(run(*asked, "--scenario", "slow-pool", "--json")[1]) for _ in range(2))
-    assert first == again
-    (only,) = first["scenarios"].values()
-    assert [one["eta"] for one in only["outcomes"]] == [0, 2]
-    assert only["shape"]["slots"] == 64
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--scenario", "slow"), "--scenario='slow': all, or one of balanced,"),
-        (("--etas", "a"), "--etas='a': bounds such as 0,1,4"),
-        (("--on-stale", "keep"), "on_stale='keep'"),
-        (("--slots", "0"), "slots=0: 1 to 1e+06"),
-        (("--tail", "1000"), "tail=1000.0: 0 to 10"),
-        (("--samples", "7"), "group=7: a divisor of batch_size=64"),
-    ],
-)
-def test_simulate_refuses_by_name(arguments: tuple[str, ...], says: str) -> None:
-    code, _, error = run("simulate", "staleness", "--training-steps", "5", *arguments)
-    assert code == 2
-    assert says in error
