@@ -39,8 +39,11 @@ class Rest:
     load: dict[str, int]
 
 
-async def look(redis: Redis, prefix: str) -> Rest:
-    """Every key of the pool with its size."""
+async def look(redis: Redis, prefix: str, home: str) -> Rest:
+    """Every key of the pool with its size.
+
+    home: the first shard's prefix. Every server has a `load` of it, which says the addresses of all.
+    """
     db: Any = redis
     sizes = {b"hash": db.hlen, b"set": db.scard, b"list": db.llen}
     sizes |= {b"stream": db.xlen, b"zset": db.zcard, b"string": db.strlen}
@@ -48,7 +51,10 @@ async def look(redis: Redis, prefix: str) -> Rest:
     async for key in db.scan_iter(count=1000):
         kind = await db.type(key)
         if kind in sizes:
-            name = key.decode(errors="replace").removeprefix(prefix)  # scenarios write garbage, too
+            name = key.decode(errors="replace")  # scenarios write garbage, too
+            if prefix != home and name == f"{home}load" and set(await db.hkeys(key)) == {b"servers"}:
+                continue
+            name = name.removeprefix(prefix)
             found[name] = Size(kind.decode(), await sizes[kind](key), await db.pttl(key))
     counters = await db.hgetall(f"{prefix}load")
     return Rest(

@@ -214,7 +214,7 @@ class Chaos:
             server.start()
             self._stack.callback(server.stop)
         async with self.broker() as broker:
-            self._before = await look(broker.redis, broker.keys.prefix)
+            self._before = await look(broker.redis, broker.keys.prefix, broker.keys.prefix)
         return self
 
     async def finish(self) -> None:
@@ -231,7 +231,8 @@ class Chaos:
         async with self.broker() as broker:
             for part, folder in zip(broker.parts, self.logs, strict=True):
                 await reap(part)
-                after, prefix = await look(part.redis, part.keys.prefix), part.keys.prefix
+                prefix = part.keys.prefix
+                after = await look(part.redis, prefix, broker.keys.prefix)
                 events = ledger.tell(aof.read_commands(folder), prefix, round(self.lease_s * 1000))
                 if shard := part.keys.shard:  # two servers may give the same id to two entries
                     events = [replace(it, shard=shard, entry=f"{it.entry} in shard {shard}") for it in events]

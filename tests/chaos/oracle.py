@@ -48,7 +48,7 @@ class Terms:
     scripted: tokens can be checked against their position and version.
     unreadable: jobs whose replies were made unreadable on purpose.
     tampered: jobs whose records were, which may end in any way, and whose counters may be off.
-    forgotten: accepted jobs that the server is known to have lost are counted and not complained about.
+    forgotten: the server lost accepted jobs. They are counted, and their clients have to be told.
     lossless: no worker died here, so no job may be counted as lost.
     unread: clients that never came back for their results.
     giving_up: clients that cancel calls: what those had asked for need not be handed to them.
@@ -76,11 +76,12 @@ def judge(
     terms = terms or Terms()
     verdict = Verdict()
     prompts = {job.job: job.prompt for job in submitted}
-    outcomes = _outcomes(events, submitted, verdict, terms)
+    outcomes = _outcomes(events, verdict, terms)
     sound = [event for event in events if event.job not in terms.tampered]
     _fencing(sound, verdict)
     published = _results(sound, prompts, verdict, terms)
-    _reception(outcomes, published, received, verdict, terms)
+    lost = _lost(events, submitted, received, verdict, terms)
+    _reception(outcomes, published, received, verdict, terms, lost=lost)
     if not terms.rewound:
         _acknowledged(events, verdict)
     losses = [event.job for event in events if event.kind == "lost"]
@@ -92,24 +93,33 @@ def judge(
 # --- (a) what became of each job --------------------------------------------------------------------------------------
 
 
-def _outcomes(
-    events: list[Event], submitted: list[Submitted], verdict: Verdict, terms: Terms
-) -> dict[tuple[str, int], str]:
+def _outcomes(events: list[Event], verdict: Verdict, terms: Terms) -> dict[tuple[str, int], str]:
     """(job, sample or FAILURE) -> the client that must have it."""
     by_job: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         if event.job:
             by_job[event.job].append(event)
-    for job in submitted:
-        if not any(event.kind == "accept" for event in by_job.get(job.job, ())):
-            verdict.lost += 1
-            if not terms.forgotten:
-                verdict.complain("a", f"job {job.job} was accepted and the server knows nothing of it")
     due: dict[tuple[str, int], str] = {}
     for job_id, story in by_job.items():
         if job_id not in terms.unreadable | terms.tampered:
             _one_job(job_id, story, due, verdict)
     return due
+
+
+def _lost(
+    events: list[Event], submitted: list[Submitted], received: list[Received], verdict: Verdict, terms: Terms
+) -> set[str]:
+    """The jobs that a server has lost. A client that has no outcome of one was never told."""
+    accepted = {event.job for event in events if event.kind == "accept"}
+    lost = {job.job: job.client for job in submitted if job.job not in accepted}
+    verdict.lost += len(lost)
+    told = {got.job for got in received}
+    for job, client in lost.items():
+        if not terms.forgotten:
+            verdict.complain("a", f"job {job} was accepted and the server knows nothing of it")
+        elif job not in told and client not in terms.unread | terms.giving_up:
+            verdict.complain("a", f"{client} was never told that the server has lost job {job}")
+    return set(lost) if terms.forgotten else set()
 
 
 def _one_job(job_id: str, story: list[Event], due: dict[tuple[str, int], str], verdict: Verdict) -> None:
@@ -267,6 +277,8 @@ def _reception(
     received: list[Received],
     verdict: Verdict,
     terms: Terms,
+    *,
+    lost: set[str],
 ) -> None:
     runs = Counter((got.client, got.run, got.job, got.sample) for got in received)
     for (client, run, job, sample), times in runs.items():
@@ -285,9 +297,9 @@ def _reception(
             continue
         if terms.rewound and published.get((got.job, got.sample), "") != got.digest:
             verdict.unlogged += 1
-        elif (got.job, got.sample) not in due:
+        elif (got.job, got.sample) not in due and got.job not in lost:
             verdict.complain("a", f"{got.client} was handed {got.job}/{got.sample}, which nobody published")
-        elif got.sample != FAILURE and published.get((got.job, got.sample)) != got.digest:
+        elif got.sample != FAILURE and got.job not in lost and published.get((got.job, got.sample)) != got.digest:
             verdict.complain(
                 "a", f"{got.client} was handed something else than was published as {got.job}/{got.sample}"
             )

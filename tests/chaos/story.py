@@ -128,11 +128,11 @@ async def evidence(directory: Path) -> Evidence:
         async with connect(server.url) as redis:
             broker = Broker(redis, "default")
             prefix = broker.keys.prefix
-            before = await look(redis, prefix)
+            before = await look(redis, prefix, prefix)
             book = journal.Journal(directory / "journal", "driver")
             await Story(broker, book).tell()
             book.close()
-            after = await look(redis, prefix)
+            after = await look(redis, prefix, prefix)
         server.kill()  # the log has everything that was answered
     events = ledger.tell(aof.read_commands(directory / "redis"), prefix)
     return Evidence(events, *journal.read(directory / "journal"), before, after)

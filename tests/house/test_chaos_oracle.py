@@ -278,6 +278,12 @@ def test_each_term_excuses_what_it_names_and_nothing_else(truth: Evidence) -> No
     assert rules(other, rewound=True) == set()
     assert other.judged(Terms(rewound=True)).unlogged == 1
     assert rules(nothing, rewound=True) == {"a"}
+    alone = truth.received[0].job
+    forgotten = replace(truth, events=[event for event in truth.events if event.job != alone])
+    assert "a" in rules(forgotten)
+    assert "a" not in rules(forgotten, forgotten=True, rewound=True)
+    untold = replace(forgotten, received=[got for got in truth.received if got.job != alone])
+    assert [text for _, text in untold.judged(Terms(forgotten=True)).violations if "never told" in text]
     unfinished = without(truth, "terminal")
     job = next(event.job for event in truth.events if event.kind == "terminal")
     others = {event.job for event in truth.events if event.job} - {job}

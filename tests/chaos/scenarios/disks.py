@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import replace
 from functools import partial
 
-from rolloutmq import WaitTimeout
 from rolloutmq.messages import Broker
 from rolloutmq.ops.redis.embedded import find_server, server_version
 
@@ -60,8 +58,7 @@ async def _kill_again_and_again(chaos: Chaos, url: str, slow_s: float = SLOW_S) 
             chaos.host.flush_s = 0.0
             await asyncio.to_thread(chaos.redis.start)
         await submitting
-        with contextlib.suppress(WaitTimeout) if chaos.terms.forgotten else contextlib.nullcontext():
-            await trainer.take()  # or until it has waited long enough for jobs that nobody knows any more
+        await trainer.take()  # also of jobs that nobody knows any more
         # What the server forgot of jobs whose outcomes the client has: they run, and end, once more.
         await until(partial(_all_ended, trainer.client.broker), what="jobs to end again")
         chaos.notes["repeats_kept_back"] = trainer.client.repeats

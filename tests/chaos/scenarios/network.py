@@ -112,7 +112,8 @@ async def flaky(chaos: Chaos) -> None:
 
 # --- one lost reply per command ---------------------------------------------------------------------------------------
 
-OPERATORS = {"dead_page", "drop_letter", "requeue", "audit_jobs", "audit_keys", "audit_members", "audit_totals"}
+OPERATORS = {"dead_page", "drop_letter", "requeue", "begin_again"}
+OPERATORS |= {"audit_jobs", "audit_keys", "audit_members", "audit_totals"}
 """Scripts that neither a worker nor a trainer's client runs while a pool works."""
 WEIGHTS = {"announce", "close", "learn", "report", "reserve"}
 """Scripts of weight transfers; `weights_under_fire` has those."""
