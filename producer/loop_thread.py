@@ -177,6 +177,8 @@ class Items(Iterator[T]):
     def __next__(self) -> T:
         if self._over:
             raise StopIteration
+        if hasattr(self._source, "asked"):
+            self._source.asked = True
         item = self._thread.run(self._step())
         if item:
             return item[0]

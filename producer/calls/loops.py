@@ -21,11 +21,16 @@ T = TypeVar("T")
 
 
 class Loop(AsyncIterator[T], Generic[T]):
-    """An iterator of one client, for one task at a time. timeout: seconds to wait for an item; None waits for ever."""
+    """An iterator of one client, for one task at a time. timeout: seconds to wait for an item; None waits for ever.
+
+    asked: a caller in another thread has come back for the next item. It says so itself, because Ctrl-C may end its call
+    before anything of that runs here.
+    """
 
     def __init__(self, core: ClientCore, timeout: float | None) -> None:
         self._core, self._inbox, self._timeout = core, core.inbox, timeout
         self._last: HandOut | None = None
+        self.asked = False
         self._code = calling_code()  # not in __anext__, which `asyncio.wait_for` may run in a task of its own
         self._begun = self._over = self._waiting = False
 
@@ -53,15 +58,17 @@ class Loop(AsyncIterator[T], Generic[T]):
             self._over = True
             raise StopAsyncIteration
         item, replies = found
-        self._last = self._core.hand_out(replies)
+        self._last, self.asked = self._core.hand_out(replies), False
         return item
 
     async def aclose(self) -> None:
-        """End the loop. Its last item is acknowledged when its code begins another loop."""
+        """End the loop. Its last item is acknowledged when its code begins another loop, or now if that was `asked`."""
         self._over = True
-        if self._last is not None:
-            self._core.left_loops.put(self._code, self._last)
-            self._last = None
+        last, self._last = self._last, None
+        if last is not None and self.asked:
+            last.acknowledge()
+        elif last is not None:
+            self._core.left_loops.put(self._code, last)
 
     def __del__(self) -> None:  # a loop that is left by `break` or an error is collected, and not closed
         if self._last is not None:

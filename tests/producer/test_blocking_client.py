@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
-from support.pools.pool import eventually, short_retries, worker
+from support.pools.pool import eventually, short_retries
 from support.specimens.messages import SHORT, tokens
 
 from rolloutmq import BlockingRolloutClient, InvalidField, JobFailed, RedisUnavailable, RolloutMQError, WaitTimeout
 from rolloutmq.messages import Keys
-
-
-@pytest.fixture
-def serving(redis_db: str) -> Iterator[None]:
-    """A worker on an event loop in a thread."""
-    started, stop = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        async with worker(redis_db):
-            started.set()
-            await eventually(stop.is_set, 60)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert started.wait(10)
-    yield
-    stop.set()
-    thread.join(20)
-    assert not thread.is_alive()
 
 
 def stream_length(url: str, client_id: str) -> int:
@@ -41,7 +21,7 @@ def stream_length(url: str, client_id: str) -> int:
 
 
 @pytest.mark.one_shard
-def test_the_whole_face(redis_db: str, serving: None) -> None:
+def test_the_whole_face(redis_db: str, serving_thread: None) -> None:
     with BlockingRolloutClient(redis_db, client_id="blocking") as client:
         assert client.client_id == "blocking"
         assert [one.sample for one in client.wait(client.submit(token_ids=[1], n=3, sampling=SHORT), 10)] == [0, 1, 2]
@@ -66,7 +46,7 @@ def test_the_whole_face(redis_db: str, serving: None) -> None:
 
 
 @pytest.mark.one_shard
-def test_a_loop_left_early_keeps_the_rest(redis_db: str, serving: None) -> None:
+def test_a_loop_left_early_keeps_the_rest(redis_db: str, serving_thread: None) -> None:
     with BlockingRolloutClient(redis_db, client_id="blocking") as client:
         client.submit_many([tokens() for _ in range(5)])
         for _ in client.results(10):
@@ -82,7 +62,7 @@ def test_a_loop_left_early_keeps_the_rest(redis_db: str, serving: None) -> None:
 
 
 @pytest.mark.one_shard
-def test_closed_with_a_loop_still_open(redis_db: str, serving: None) -> None:
+def test_closed_with_a_loop_still_open(redis_db: str, serving_thread: None) -> None:
     client = BlockingRolloutClient(redis_db, client_id="blocking")
     client.submit_many([tokens() for _ in range(3)])
     loop = client.results(10)
@@ -93,7 +73,7 @@ def test_closed_with_a_loop_still_open(redis_db: str, serving: None) -> None:
     assert stream_length(redis_db, "blocking") == 3  # what was never taken stays, and what was not finished with
 
 
-def test_from_several_threads(redis_db: str, serving: None) -> None:
+def test_from_several_threads(redis_db: str, serving_thread: None) -> None:
     with BlockingRolloutClient(redis_db) as client, ThreadPoolExecutor(8) as threads:
 
         def rollouts(_: int) -> int:
@@ -148,7 +128,7 @@ def test_closing_ends_a_call_that_redis_does_not_answer(redis_db: str, monkeypat
             call.result(10)
 
 
-def test_an_iterator_collected_in_the_thread_of_the_client(redis_db: str, serving: None) -> None:
+def test_an_iterator_collected_in_the_thread_of_the_client(redis_db: str, serving_thread: None) -> None:
     with BlockingRolloutClient(redis_db) as client:
         client.submit_many([tokens(), tokens()])
         loops = [client.results(10)]
@@ -158,7 +138,7 @@ def test_an_iterator_collected_in_the_thread_of_the_client(redis_db: str, servin
         assert not loops
 
 
-def test_streams_sessions_and_batches(redis_db: str, serving: None) -> None:
+def test_streams_sessions_and_batches(redis_db: str, serving_thread: None) -> None:
     """Each is the asyncio client's own, waited for."""
     with BlockingRolloutClient(redis_db) as client:
         deltas = list(client.stream(token_ids=[1, 2], n=2, sampling=SHORT, timeout=10))
@@ -181,7 +161,7 @@ def test_streams_sessions_and_batches(redis_db: str, serving: None) -> None:
             session.generate()
 
 
-def test_a_handle_waits_for_its_results(redis_db: str, serving: None) -> None:
+def test_a_handle_waits_for_its_results(redis_db: str, serving_thread: None) -> None:
     with BlockingRolloutClient(redis_db) as client:
         handle = client.submit(token_ids=[4, 5], n=2, sampling=SHORT, metadata={"k": 1})
         results = handle.result(timeout=10)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import linecache
 import os
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from support.pools.interrupts import interrupted_at
 from support.pools.pool import eventually, stream_length, worker
 from support.specimens.messages import tokens
 
@@ -23,7 +21,6 @@ from rolloutmq import BlockingRolloutClient, GenerateJob, PoolBusy, RolloutClien
 from rolloutmq.messages import Broker, Caps, WrongProcess
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer.calls import generate
-from rolloutmq.producer.loop_thread import LoopThread
 
 TICKS = 24
 """Turns of the event loop before a call is cancelled: the calls below need fewer to end when nothing is in the way."""
@@ -200,98 +197,50 @@ async def test_loops_do_not_wait_for_what_belongs_to_another_call(
 # --- Ctrl-C in a plain loop ------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def interrupted_at(line: int) -> Iterator[None]:
-    """Ctrl-C before the n-th line that this thread runs in LoopThread.run.
-
-    Not before `return found`: CPython runs no signal handler between the assignment before it and the caller's own. Nor
-    where a `with` is left: between the last call in it and `__exit__` it runs none either, or locks would stay taken.
-    """
-    left = [line]
-    handed = list[FrameType]()
-    entered = set[int]()  # lines of `with`: they come again when it is left
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code is asyncio.BaseEventLoop.call_soon_threadsafe.__code__:
-            handed.append(frame)
-        if frame.f_code is not LoopThread.run.__code__:
-            return None
-        crossing = frame.f_locals.get("crossing")
-        if event == "line" and frame.f_lineno not in entered and not (crossing is not None and crossing.received):
-            if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
-                entered.add(frame.f_lineno)
-            left[0] -= 1
-            if left[0] == 0:
-                if not handed:  # nobody would await it
-                    frame.f_locals["work"].close()
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
-
-
 @pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 @pytest.mark.parametrize("call", ["wait", "generate", "results"])
-def test_ctrl_c_loses_nothing_at_any_line(redis_db: str, call: str) -> None:
-    started, stop = threading.Event(), threading.Event()
+def test_ctrl_c_loses_nothing_at_any_line(redis_db: str, serving_thread: None, call: str) -> None:
+    line, done = 0, False
+    while not done:
+        line += 1
+        with BlockingRolloutClient(redis_db, client_id="client") as client:
+            found: Any = None
+            handle = client.submit(tokens(n=2)) if call != "generate" else None
+            if handle is not None:
+                asyncio.run(eventually(lambda client=client: len(client._it._core.inbox) == 2))
+            loop = client.results(10)
+            act = {
+                "wait": lambda client=client, handle=handle: client.wait(handle, 10),
+                "generate": lambda client=client: client.generate([[1]], n=2, timeout=10),
+                "results": lambda loop=loop: next(loop),
+            }[call]
+            try:
+                with interrupted_at(line):
+                    found = act()
+                done = True
+            except KeyboardInterrupt:
+                pass
+            with ThreadPoolExecutor(1) as other:  # which collects garbage, as any thread may
+                assert other.submit(client._thread._gate.acquire, timeout=10).result()
+                other.submit(client._thread._gate.release).result()
+            received = samples(found)
+            rest = set[tuple[str, int]]()
 
-    async def serve() -> None:
-        async with worker(redis_db, max_running=32):
-            started.set()
-            await eventually(stop.is_set, 60)
+            def nothing_left(client: BlockingRolloutClient = client, rest: set[Any] = rest) -> bool:
+                rest.update(samples(list(client.results(10))))
+                return client.outstanding == 0
 
-    serving = threading.Thread(target=lambda: asyncio.run(serve()))
-    serving.start()
-    assert started.wait(10)
-    try:
-        line, done = 0, False
-        while not done:
-            line += 1
-            with BlockingRolloutClient(redis_db, client_id="client") as client:
-                found: Any = None
-                handle = client.submit(tokens(n=2)) if call != "generate" else None
-                if handle is not None:
-                    asyncio.run(eventually(lambda client=client: len(client._it._core.inbox) == 2))
-                loop = client.results(10)
-                act = {
-                    "wait": lambda client=client, handle=handle: client.wait(handle, 10),
-                    "generate": lambda client=client: client.generate([[1]], n=2, timeout=10),
-                    "results": lambda loop=loop: next(loop),
-                }[call]
-                try:
-                    with interrupted_at(line):
-                        found = act()
-                    done = True
-                except KeyboardInterrupt:
-                    pass
-                with ThreadPoolExecutor(1) as other:  # which collects garbage, as any thread may
-                    assert other.submit(client._thread._gate.acquire, timeout=10).result()
-                    other.submit(client._thread._gate.release).result()
-                received = samples(found)
-                rest = set[tuple[str, int]]()
-
-                def nothing_left(client: BlockingRolloutClient = client, rest: set[Any] = rest) -> bool:
-                    rest.update(samples(list(client.results(10))))
-                    return client.outstanding == 0
-
-                asyncio.run(eventually(nothing_left))
-                assert not received & rest
-                if call == "generate":
-                    assert len(received | rest) in ({2} if done else {0, 2})
-                else:
-                    assert len(received | rest) == 2
-                if call == "results" and done:
-                    assert list(loop) == []  # comes back
-            with BlockingRolloutClient(redis_db, client_id="client") as second:
-                assert list(second.results(1)) == []
-        assert line > 5
-    finally:
-        stop.set()
-        serving.join(20)
+            asyncio.run(eventually(nothing_left))
+            assert not received & rest
+            if call == "generate":
+                assert len(received | rest) in ({2} if done else {0, 2})
+            else:
+                assert len(received | rest) == 2
+            if call == "results" and done:
+                assert list(loop) == []  # comes back
+        with BlockingRolloutClient(redis_db, client_id="client") as second:
+            assert list(second.results(1)) == []
+    assert line > 5
 
 
 @contextlib.contextmanager

@@ -5,14 +5,16 @@ And the one pool of a real worker process that test modules share.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from support.pools.pool import status, worker
+from support.pools.pool import eventually, status, worker
 from support.pools.worker_process import WorkerProcess
 
 from rolloutmq import RolloutClient
@@ -79,6 +81,27 @@ async def client(redis_db: str) -> AsyncIterator[RolloutClient]:
 async def serving(redis_db: str) -> AsyncIterator[None]:
     async with worker(redis_db, max_running=32):
         yield
+
+
+@pytest.fixture
+def serving_thread(redis_db: str) -> Iterator[None]:
+    """A worker on an event loop in a thread, for code that has none."""
+    started, stop = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with worker(redis_db, max_running=32):
+            started.set()
+            await eventually(stop.is_set, 60)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not thread.is_alive()
 
 
 @pytest.fixture
