@@ -220,9 +220,9 @@ def test_ctrl_c_loses_nothing_at_any_line(redis_db: str, serving_thread: None, c
                 done = True
             except KeyboardInterrupt:
                 pass
+            gate = client._thread._gate
             with ThreadPoolExecutor(1) as other:  # which collects garbage, as any thread may
-                assert other.submit(client._thread._gate.acquire, timeout=10).result()
-                other.submit(client._thread._gate.release).result()
+                assert other.submit(lambda gate=gate: gate.acquire(timeout=10) and not gate.release()).result()
             received = samples(found)
             rest = set[tuple[str, int]]()
 
