@@ -31,6 +31,7 @@ from support.pools.pool import worker
 from support.specimens.byte_tokenizer import Bytes
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app as benchmarks
 from rolloutmq.messages.errors import RolloutMQError
 from rolloutmq.ops.cli import app
 from rolloutmq.ops.cli.main import COMMANDS, load
@@ -212,6 +213,8 @@ def test_every_command_is_one(page: str, tmp_path: Path, monkeypatch: pytest.Mon
         elif words[:2] == ["pip", "install"]:
             (wanted,) = re.fullmatch(r"rolloutmq(?:\[(\w+)\])?", words[2]).groups()  # type: ignore[union-attr]
             assert wanted is None or wanted in extras
+        elif words[1:3] == ["-m", "benchmarks"]:
+            assert CliRunner().invoke(benchmarks, [words[3], "--help"]).exit_code == 0
         else:
             assert Path(words[0]).name == "python", words
             assert (ROOT / words[1]).is_file(), words

@@ -96,11 +96,9 @@ def serving_thread(redis_db: str) -> Iterator[None]:
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert started.wait(10)
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(20)
+    yield
+    stop.set()
+    thread.join(20)
     assert not thread.is_alive()
 
 

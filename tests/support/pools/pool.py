@@ -111,6 +111,11 @@ async def letters(broker: Broker) -> list[DeadLetter]:
     return [await found.get(head.entry_id) for found in boxes for head in await found.page()]
 
 
+async def looked(running: Running) -> None:
+    """Wait until the worker has looked for a version: it learns of the next one while it serves."""
+    await eventually(lambda: "weights" in running.worker.vitals.startup.seconds)
+
+
 async def stream_length(db: Redis, broker: Broker) -> int:
     """Entries on the reply stream of the client named "client": what it has not acknowledged."""
     return await broker.count_replies("client")

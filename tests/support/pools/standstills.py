@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from support.pools.pool import Running, eventually, status, worker
+from support.pools.pool import Running, eventually, looked, status, worker
 from support.specimens.messages import tokens
 
 from rolloutmq import GenerateJob, RolloutClient, SamplingParams
@@ -47,12 +47,6 @@ class Scene:
             worker(self.url, engine=engine or slow(), **({"lease_s": LEASE_S, "drain_s": 0.0} | config))
         )
         self.stack.push_async_callback(running.crash)
-        return running
-
-    async def serving(self) -> Running:
-        """A worker that has looked for a version: it learns of the next one while it serves."""
-        running = await self.worker()
-        await eventually(lambda: "weights" in running.worker.vitals.startup.seconds)
         return running
 
     async def submit(self, given: GenerateJob | None = None) -> Any:
@@ -148,7 +142,8 @@ async def loading(scene: Scene) -> None:
 
 
 async def behind(scene: Scene) -> None:
-    running = await scene.serving()
+    running = await scene.worker()
+    await looked(running)
     await scene.commit(3, await scene.never_answers())
     running.worker._follower.look_again()  # type: ignore[union-attr]
     await scene.submit()
@@ -156,14 +151,14 @@ async def behind(scene: Scene) -> None:
 
 
 async def behind_what_jobs_need(scene: Scene) -> None:
-    await scene.serving()
+    await looked(await scene.worker())
     await scene.commit(3, await scene.never_answers())
     await scene.submit(tokens(min_version=3))
     await scene.aside()
 
 
 async def too_stale(scene: Scene) -> None:
-    await scene.serving()
+    await looked(await scene.worker())
     await scene.commit(3, await scene.never_answers())
     await scene.submit(tokens(max_staleness=0))
     await scene.aside()
