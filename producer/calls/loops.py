@@ -23,8 +23,8 @@ T = TypeVar("T")
 class Loop(AsyncIterator[T], Generic[T]):
     """An iterator of one client, for one task at a time. timeout: seconds to wait for an item; None waits for ever.
 
-    asked: a caller in another thread has come back for the next item. It says so itself, because Ctrl-C may end its call
-    before anything of that runs here.
+    asked: a caller in another thread has come back for the next item. It says so itself, because Ctrl-C may end its
+    call before anything of that runs here.
     """
 
     def __init__(self, core: ClientCore, timeout: float | None) -> None:
