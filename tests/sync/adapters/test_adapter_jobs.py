@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,22 +14,11 @@ from support.specimens.adapters import lora, publish, publish_weights, results
 from support.specimens.messages import job
 
 from rolloutmq import InvalidField
-from rolloutmq.messages import Broker, JobFailure, Lease, SamplingParams, Segment, connect
+from rolloutmq.messages import Broker, JobFailure, Lease, SamplingParams, Segment
 from rolloutmq.messages.model.jobs import GenerateJob
 from rolloutmq.messages.model.weights import WeightAnnouncement
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.worker.scripted.engine import ScriptedEngine
-
-
-@pytest.fixture
-async def db(redis_db: str) -> AsyncIterator[Redis]:
-    async with connect(redis_db) as client:
-        yield client
-
-
-@pytest.fixture
-def broker(db: Redis) -> Broker:
-    return Broker(db, "default")
 
 
 async def commit(db: Redis, *versions: tuple[str, int]) -> None:

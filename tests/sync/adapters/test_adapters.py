@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from support.pools.pool import dump, eventually, status, worker
 from support.specimens.adapters import CONFIG, HEAD, lora, publish, publish_weights, tensors
 
 from rolloutmq import InvalidField
-from rolloutmq.messages import Broker, Lease, connect
+from rolloutmq.messages import Broker, Lease
 from rolloutmq.messages.errors import EngineError, TransferTimeout
 from rolloutmq.messages.model.weights import WeightAnnouncement
 from rolloutmq.messages.scripts import Scripts
@@ -34,17 +33,6 @@ from rolloutmq.worker.engine.loaded_adapters import NOT_ENABLED
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 Q = f"{HEAD}.q_proj"
-
-
-@pytest.fixture
-async def db(redis_db: str) -> AsyncIterator[Redis]:
-    async with connect(redis_db) as client:
-        yield client
-
-
-@pytest.fixture
-def broker(db: Redis) -> Broker:
-    return Broker(db, "default")
 
 
 def check_loaded(engine: ScriptedEngine, name: str, version: int, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from redis.asyncio import Redis
 from safetensors.torch import load_file, save_file
 from support.peers.publishing import WEIGHTS, publish, publisher
 from support.pools.pool import check_scripted, eventually, wait_replies, worker
@@ -19,7 +18,6 @@ from support.specimens.messages import SHORT, job
 
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
 from rolloutmq.messages.errors import ConfigError, InvalidField
-from rolloutmq.messages.redis.connection import connect
 from rolloutmq.messages.remote import open_url
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.disk.checkpoint import Checkpoint, checkpoint_format
@@ -27,17 +25,6 @@ from rolloutmq.sync.disk.errors import NoSuchSnapshot
 from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.worker.commands.files import UploadFailed, upload
 from rolloutmq.worker.scripted.engine import ScriptedEngine
-
-
-@pytest.fixture
-async def db(redis_db: str) -> AsyncIterator[Redis]:
-    async with connect(redis_db) as client:
-        yield client
-
-
-@pytest.fixture
-def broker(db: Redis) -> Broker:
-    return Broker(db, "default")
 
 
 @pytest.fixture
