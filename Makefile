@@ -18,7 +18,9 @@ SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --igno
 # timers by seconds. The output names it, and whoever reads that looks for the race. Outside CI everything runs once.
 ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && echo "these failed; once more and alone:" && .venv/bin/python -m pytest --lf --lfnf=none; })
 
-.PHONY: help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz bench-queue bench-shards bench-idle bench-engine bench-episodes bench-sync bench-scale bench-spread bench-fleet-weights bench-updates check docs clean
+BENCHES = $(addprefix bench-,queue shards idle engine episodes sync scale)
+
+.PHONY: help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz $(BENCHES) bench-spread bench-fleet-weights bench-updates check docs clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
@@ -129,7 +131,7 @@ fuzz: setup
 	  $(if $(ONLY),--only $(ONLY)) $(if $(CASE),--case $(CASE))
 
 # BENCH='--rounds 1 --out out/queue.json' and the like; `python -m benchmarks queue --help` has all.
-bench-queue bench-shards bench-idle bench-engine bench-episodes bench-sync bench-scale: setup
+$(BENCHES): setup
 	.venv/bin/python -m benchmarks $(@:bench-%=%) $(BENCH)
 
 # BENCH='--fast --out out/spread.json' and the like for less.

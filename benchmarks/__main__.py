@@ -4,31 +4,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
-from rolloutmq.messages.errors import ConfigError
-from rolloutmq.ops.cli.options import Json, ids, log_to_stderr, plain_errors, say
+from rolloutmq.messages.errors import ConfigError, InvalidField
+from rolloutmq.ops.cli.options import Json, Plain, group, ids, log_to_stderr, say
+from rolloutmq.ops.files import check_out, writing
 
-
-class _Plain(TyperGroup):
-    """Errors of any benchmark end in one line."""
-
-    def invoke(self, ctx: Any) -> Any:
-        with plain_errors():
-            return super().invoke(ctx)
-
-
-app = typer.Typer(
-    name="benchmarks",
-    cls=_Plain,
-    help="Measure queue, engine, sync or a fleet; prints JSON last.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = group("Measure queue, engine, sync or a fleet; prints JSON last.", Plain)
 
 
 @app.command("queue")
@@ -231,7 +215,7 @@ def bench_scale(
     run_scale_bench(ScalePlan(read, seed, partials, deaths, out), quiet=json)
 
 
-@app.command("staleness")
+@app.command()
 def staleness(
     etas: Annotated[str, typer.Option(help="Bounds to compare, with commas.")] = "0,1,2,4,8",
     scenario: Annotated[
@@ -254,9 +238,6 @@ def staleness(
 ) -> None:
     """Throughput, idle time and staleness against the bound eta, for slow trainers, slow pools and long samples."""
     from dataclasses import replace
-
-    from rolloutmq.messages.errors import InvalidField
-    from rolloutmq.ops.files import check_out, writing
 
     from .simulate import SHAPES, as_lines, as_state, draw, sweep
 

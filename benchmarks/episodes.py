@@ -26,10 +26,12 @@ from rich.console import Console
 from rolloutmq.messages.errors import EngineError
 from rolloutmq.messages.model import RolloutResult, SamplingParams
 from rolloutmq.ops.demo.pool import PoolSettings, Workers
-from rolloutmq.ops.files import check_out, write_json
+from rolloutmq.ops.files import check_out
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.producer import Episode, RolloutClient
+
+from . import write_json
 
 SYSTEM, TASK, ANSWER, OBSERVATION = 64, 16, 32, 16
 """Tokens of the system prompt, which all episodes share, of each task, each answer, and each observation."""

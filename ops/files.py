@@ -32,13 +32,6 @@ def writing(option: str, path: Path) -> Iterator[None]:
         raise InvalidField(option, str(path), f"cannot be written: {error.strerror or error}") from error
 
 
-def write_json(option: str, path: Path, value: Any) -> None:
-    """Write a value, indented, into a file; folders on the way to it are made. Raises InvalidField."""
-    with writing(option, path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(value, indent=2) + "\n")
-
-
 def check_out(option: str, path: Path, *, folder: bool = False) -> None:
     """Raise InvalidField if a file, or a folder with files, cannot be written at `path`. Leaves nothing there.
 

@@ -19,9 +19,10 @@ from rich.console import Console
 
 from rolloutmq.messages.errors import ConfigError, RedisRefused
 from rolloutmq.messages.redis import connect, ping
-from rolloutmq.ops.files import check_out, write_json
+from rolloutmq.ops.files import check_out
 from rolloutmq.ops.redis import EmbeddedRedis
 
+from .. import write_json
 from ..peers import Load
 from .environments import CACHE, describe_host, peer_systems
 from .growth import Cost, growth

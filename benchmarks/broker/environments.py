@@ -17,11 +17,11 @@ import redis
 
 from rolloutmq.messages.errors import ConfigError
 
-from .turn import ROOT, System
+from .turn import System
 
 OWN = ("redis", "hiredis", "msgpack", "pydantic", "numpy")
 PEERS = ("rq", "arq", "taskiq")
-REQUIREMENTS = ROOT / "requirements"
+REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
 CACHE = Path("out/bench-peers")
 PEERS_PATH = str(Path(__file__).parents[1])
 INSTALL_S = 600.0

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from rolloutmq.messages.redis import connect
-from rolloutmq.ops.files import check_out, write_json
+from rolloutmq.ops.files import check_out
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.producer.client import RolloutClient
 from rolloutmq.worker.config import WorkerConfig
@@ -32,6 +32,7 @@ from rolloutmq.worker.scripted import ScriptedEngine
 from rolloutmq.worker.text import NoTokenizer
 from rolloutmq.worker.worker import Worker
 
+from .. import write_json
 from .environments import describe_host
 from .ours import job_of
 

@@ -30,9 +30,10 @@ from rich.console import Console
 from rolloutmq.messages.broker import Broker, Caps, Lease, ShardedLease, broker_of
 from rolloutmq.messages.errors import ConfigError
 from rolloutmq.messages.redis import connect, ping
-from rolloutmq.ops.files import check_out, write_json
+from rolloutmq.ops.files import check_out
 from rolloutmq.ops.redis import EmbeddedRedis
 
+from .. import write_json
 from ..peers import Load
 from .environments import describe_host
 from .growth import finished, status

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import redis
@@ -17,7 +16,6 @@ from rolloutmq.messages.errors import RolloutMQError
 
 from ..peers import Load
 
-ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 180.0
 """Seconds that a client may take beyond its load, to start, to warm up, and for jobs outstanding at the end."""
 END_S = 2.0
@@ -33,7 +31,7 @@ class System:
     """A queue that is measured. It runs as `python -m module worker|client URL LOAD`.
 
     name: its key in the results. window, window_large: outstanding jobs that suit it, at 1 KB and at 256 KB payloads.
-    path: PYTHONPATH, if it is not ours. poll_s: seconds before its client asks again for a result, if it polls (1 KB).
+    path: put on PYTHONPATH. poll_s: seconds before its client asks for a result again, if it polls (at 1 KB).
     """
 
     name: str
@@ -51,8 +49,8 @@ def take_turn(system: System, url: str, load: Load) -> dict[str, Any]:
     with redis.Redis.from_url(url.partition("?")[0]) as admin:  # the query is for RolloutMQ's client and worker
         admin.flushall()
     env = {**os.environ, "BENCH_URL": url, "BENCH_VARIANT": system.variant, "PYTHONWARNINGS": "ignore"}
-    own = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-    env["PYTHONPATH"] = system.path or own
+    if system.path:
+        env["PYTHONPATH"] = system.path
     command = [system.python, "-m", system.module]
     with tempfile.TemporaryFile() as log:
         worker = subprocess.Popen(

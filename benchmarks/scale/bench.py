@@ -14,9 +14,10 @@ from typing import Any
 from rich.console import Console
 
 from rolloutmq.messages.redis import connect
-from rolloutmq.ops.files import check_out, write_json
+from rolloutmq.ops.files import check_out
 from rolloutmq.ops.redis import EmbeddedRedis
 
+from .. import write_json
 from ..broker.environments import describe_host
 from ..broker.turn import BenchFailed
 from .deaths import Deaths, measure_deaths

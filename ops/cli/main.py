@@ -6,9 +6,8 @@ from importlib import import_module
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
-from .options import alone, plain_errors
+from .options import Plain, alone
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "worker": ("worker", "worker", "Serve a pool with one SGLang engine until SIGTERM or Ctrl-C."),
@@ -43,12 +42,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 """Name -> (module of this room, what it has, the line of `rolloutmq --help`)."""
 
 
-class Commands(TyperGroup):
-    """Imports a command when it is run: help for all of them needs this file alone. Errors of any end in one line."""
-
-    def invoke(self, ctx: Any) -> Any:
-        with plain_errors():
-            return super().invoke(ctx)
+class Commands(Plain):
+    """Imports a command when it is run: help for all of them needs this file alone."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, placeholder, rest = super().resolve_command(ctx, args)

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ..terminal import printable
 
@@ -41,9 +42,9 @@ LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 LEVELS = ("debug", "info", "warning", "error")
 
 
-def group(about: str) -> typer.Typer:
+def group(about: str, cls: type[TyperGroup] | None = None) -> typer.Typer:
     """A command that has commands. Help is plain text: rich would take longer to import than most commands to run."""
-    return typer.Typer(help=about, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+    return typer.Typer(help=about, cls=cls, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
 def alone(function: Callable[..., None], name: str) -> Any:
@@ -88,6 +89,14 @@ def plain_errors() -> Iterator[None]:
         told = printable(str(error), keep="\n")
         typer.secho(f"{type(error).__name__}: {told}", fg="red", err=True)
         raise typer.Exit(2) from error
+
+
+class Plain(TyperGroup):
+    """Errors of any command end in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with plain_errors():
+            return super().invoke(ctx)
 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

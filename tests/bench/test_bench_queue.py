@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.broker.bench import LEVELS, Plan, parse_levels, run_queue_bench
 from benchmarks.broker.environments import PEERS_PATH, parse_peers, peer_systems, pins
 from benchmarks.broker.turn import BenchFailed, System, take_turn
@@ -120,10 +118,3 @@ def test_without_a_package_index_the_message_says_so(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     with pytest.raises(ConfigError, match="package index"):
         peer_systems(["arq"], tmp_path / "cache", say=lambda text: None)
-
-
-@pytest.mark.parametrize("workers", ["1,x", "0"])
-def test_the_command_refuses_counts_that_are_none(workers: str) -> None:
-    result = CliRunner().invoke(app, ["queue", "--peers", "none", "--growth-workers", workers])
-    assert result.exit_code == 2
-    assert "--growth-workers" in result.output
