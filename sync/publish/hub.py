@@ -19,6 +19,8 @@ from .cells import Cells, Gathering
 
 SILENT_S = 0.6
 """Seconds without an answer after which a process that has joined counts as stopped."""
+AWAKE_S = 0.4
+"""Between two looks at a silent process no more is counted: a host that is too busy to look is too busy to answer."""
 RANKS = 4096
 """Most processes of one engine."""
 REMEMBER_S = 120.0
@@ -29,14 +31,16 @@ REMEMBERED = 32
 
 @dataclass(slots=True)
 class Line:
-    """The connection of one process of an engine. asked: since when an answer is awaited; 0 if none is.
+    """The connection of one process of an engine. asked: whether an answer is awaited. gone: why it is lost, or "".
 
-    gone: why it is lost; "" if it is not.
+    silent_s: for how long, as far as this process was awake to hear it. looked: when that was noted.
     """
 
     worker: str
     talk: Talk
-    asked: float = 0.0
+    asked: bool = False
+    silent_s: float = 0.0
+    looked: float = 0.0
     gone: str = ""
 
 
@@ -159,20 +163,23 @@ class Hub:
         with self._lock:
             lines = [line for line in self._lines.values() if line.worker in these]
         for line in lines:
-            if line.asked and now - line.asked > SILENT_S:
-                self._lose(line, "is stopped: it does not answer")
-                line.talk.close()
-            elif not line.asked:
-                line.asked = now
+            since, line.looked = line.looked, now
+            if not line.asked:
+                line.asked, line.silent_s = True, 0.0
                 with contextlib.suppress(OSError):  # its own thread sees that it is gone
                     line.talk.say(WAIT)
+            elif (silent_s := line.silent_s + min(now - since, AWAKE_S)) <= SILENT_S:
+                line.silent_s = silent_s
+            else:
+                self._lose(line, "is stopped: it does not answer")
+                line.talk.close()
 
     # --- the receivers' questions, each in its connection's thread ---------------------------------------------------
 
     def _serve(self, told: Map, talk: Talk) -> bool:
         line = self._lines.get(talk)
         if line is not None:
-            line.asked = 0.0
+            line.asked = False
         if "do" not in told:
             if line is not None and "gone" in told:
                 self._lose(line, "was lost: its connection is closed")

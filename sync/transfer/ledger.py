@@ -122,15 +122,15 @@ class Ledger:
         )
 
     async def announce(self, announcement: WeightAnnouncement) -> None:
-        """Open the transfer and ring the bell. Raises WeightSyncError if other weights have the number."""
+        """Open the transfer and ring the bell. Raises WeightSyncError if other weights have the number, or a higher."""
         message = encode(announcement)
         state = await self._scripts.run(
             calls.announce(announcement.epoch, _what(announcement), message, REMEMBER_S, b64encode(message).decode())
         )
-        if state == b"given":
+        if state == b"taken":
             raise WeightSyncError(
-                f"version {announcement.version}: an operator's command has given this number to other weights, "
-                "publish under a higher one"
+                f"version {announcement.version}: another trainer or an operator's command has given this number or a "
+                "higher one to other weights; a new publisher's last_version says which, publish under a higher one"
             )
 
     async def reserve(self, version: int, of: str) -> int:

@@ -2,23 +2,23 @@
 -- ARGV: prefix, epoch, version, announcement, remember_s, told
 -- told: the announcement as text. The bell says it, so that nobody has to ask for it.
 -- It may be told again if what it says has changed.
--- Returns ok; closed if the transfer is over; or given: other weights have the number (see reserve).
+-- Returns ok; closed if the transfer is over; or taken: other weights have the number, or a higher one.
 local key = prefix .. 'epoch:' .. ARGV[2]
 local state = redis.call('HGET', key, 'st')
 if state == 'closed' then return state end   -- a delayed copy
 local version = prefix .. 'version:' .. ARGV[3]
-if redis.call('HGET', version, 'st') == 'given' then return 'given' end
+local weights, name, number = prefix .. 'weights', string.match(ARGV[3], '^(.*)@(%d+)$')
+local field = name and 'highest:' .. name or 'highest'
+number = tonumber(number or ARGV[3])
+-- A number that was announced is never given to other tensors: some worker may have them under it, committed or not.
+if not state and number <= (tonumber(redis.call('HGET', weights, field)) or 0) then return 'taken' end
 redis.call('HSET', key, 'm', ARGV[4], 'st', 'open')
 if state == 'open' then ring('kind', 'weights', 'epoch', ARGV[2], 'told', ARGV[6]) return 'ok' end
 redis.call('EXPIRE', key, ARGV[5])
 redis.call('UNLINK', epoch_before(ARGV[2]))
-redis.call('HSET', prefix .. 'weights', 'open', ARGV[2])
+redis.call('HSET', weights, 'open', ARGV[2])
 if not redis.call('HGET', version, 'st') then redis.call('HSET', version, 'st', 'announced', 'at', redis_ms()) end
 redis.call('EXPIRE', version, ARGV[5])
--- A number that was announced is never given to other tensors: some worker may have them under it, committed or not.
-local weights, name, number = prefix .. 'weights', string.match(ARGV[3], '^(.*)@(%d+)$')
-local field = name and 'highest:' .. name or 'highest'
-number = tonumber(number or ARGV[3])
-if number > (tonumber(redis.call('HGET', weights, field)) or 0) then redis.call('HSET', weights, field, number) end
+redis.call('HSET', weights, field, number)
 ring('kind', 'weights', 'epoch', ARGV[2], 'told', ARGV[6])
 return 'ok'

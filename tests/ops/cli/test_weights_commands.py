@@ -64,6 +64,7 @@ def pool(redis_db: str) -> str:
             await Lease(client, "default", worker, 600.0).join(status(worker, version=version))
         await transfer(ledger, 1, {"w1": DONE, "w2": DONE})
         await transfer(ledger, 2, {"w1": DONE, "w2": BROKEN})
+        await client.hset(ledger.keys.weights, "highest", 1)  # no trainer may announce a number twice
         await transfer(ledger, 2, {"w2": DONE})
         await ledger.new_epoch()  # a re-sent increment: a number without a transfer
         await transfer(ledger, 3, {"w2": BROKEN}, {"w1": "was lost", "w2": "was lost"})

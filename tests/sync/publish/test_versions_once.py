@@ -11,7 +11,7 @@ from support.peers.publishing import WEIGHTS, publisher
 from support.pools.pool import dump, eventually, worker
 
 from rolloutmq import InvalidField
-from rolloutmq.messages import connect
+from rolloutmq.messages import WeightSyncError, connect
 from rolloutmq.messages.model.weights import WeightAnnouncement
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
@@ -34,7 +34,8 @@ async def test_a_number_that_was_announced_is_not_given_again(redis_db: str, led
     """A trainer died before its version was committed: some worker may serve it, with nobody's word for it."""
     assert await ledger.newest() == 0
     await ledger.announce(announcement(5, await ledger.new_epoch()))
-    await ledger.announce(announcement(3, await ledger.new_epoch()))
+    with pytest.raises(WeightSyncError, match="version 3: another trainer"):
+        await ledger.announce(announcement(3, await ledger.new_epoch()))
     assert (await ledger.newest(), await ledger.committed()) == (5, 0)
     async with publisher(redis_db) as source:
         assert source.last_version == 5
@@ -60,9 +61,10 @@ async def test_every_rank_of_a_trainer_knows_the_next_version(
 
 
 async def test_nor_is_an_adapters(redis_db: str, ledger: Ledger) -> None:
-    for version in (4, 2):
-        told = announcement(version, await ledger.new_epoch()).model_copy(update={"adapter": "tutor"})
-        await ledger.announce(told)
+    told = announcement(4, await ledger.new_epoch()).model_copy(update={"adapter": "tutor"})
+    await ledger.announce(told)
+    with pytest.raises(WeightSyncError, match="version 2: another trainer"):
+        await ledger.announce(told.model_copy(update={"version": 2, "epoch": await ledger.new_epoch()}))
     assert (await ledger.newest_adapters(), await ledger.adapters()) == ({"tutor": 4}, {})
     assert await ledger.newest() == 0  # a counter of its own
 

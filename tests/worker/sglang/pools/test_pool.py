@@ -149,11 +149,11 @@ def test_samples_that_run_when_an_update_comes_say_which_weights_sampled_each_to
     versions: dict[int, Any],
     publisher: WeightPublisher,
 ) -> None:
-    version = {"drain": 2, "resume": 3}[mode]  # one after the other
     with ExitStack() as stack:
         client = stack.enter_context(BlockingRolloutClient(redis_url))
         if mode == "drain":
             publisher = stack.enter_context(WeightPublisher(redis_url, mode="drain", join_timeout_s=60.0))
+        version = 1 + max(worker.version for worker in client.workers())
         job = client.submit(greedy(700, n=12))
         until_running(client, 12)
         publish(publisher, version, versions, expect=len(workers))
