@@ -82,11 +82,6 @@ class Outgoing:
         """The workers that still need this version's bytes."""
         return {rank.worker for rank in list(self.ranks.values()) if not (rank.done or rank.line.gone)}
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that the sender itself has sent."""
-        return self.offer.sent_bytes
-
 
 class Hub:
     """Versions on offer, and everybody who takes them. Any thread may call its methods.

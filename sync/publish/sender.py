@@ -161,7 +161,7 @@ class Sender:
             return PublishProgress("announced", 0, total_bytes)
         joined = tuple(sorted(run.outgoing.joined))
         phase: Phase = "sending" if joined else "announced"
-        return PublishProgress(phase, min(run.outgoing.sent_bytes, total_bytes), total_bytes, joined)
+        return PublishProgress(phase, min(run.outgoing.offer.sent_bytes, total_bytes), total_bytes, joined)
 
     def stop(self, version: int, why: str) -> None:
         """Give a version of the weights up. Workers that have not loaded it do not. Call it on the sender's loop."""

@@ -87,12 +87,8 @@ def test_list(pool: str) -> None:
     times = [version["announced_at"] for version in state["versions"]]
     assert times == sorted(times, reverse=True)
     assert times[-1] > 1.7e9  # Redis' clock, in Unix seconds
-    assert [
-        v["version"] for v in json.loads(run("list", "--redis", pool, "--json", "--limit", "2").stdout)["versions"]
-    ] == [
-        3,
-        2,
-    ]
+    newest = json.loads(run("list", "--redis", pool, "--json", "--limit", "2").stdout)["versions"]
+    assert [version["version"] for version in newest] == [3, 2]
 
 
 def test_list_for_people(pool: str) -> None:
@@ -129,8 +125,7 @@ def test_list_has_adapters(pool: str) -> None:
 
 
 def test_list_of_a_pool_without_versions(redis_db: str) -> None:
-    shown = run("list", "--redis", redis_db)
-    assert shown.stdout.splitlines() == [
+    assert run("list", "--redis", redis_db).stdout.splitlines() == [
         "pool default   committed version 0",
         "no version was published: workers serve the model as they load it from disk",
     ]
@@ -198,9 +193,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_snapshots_are_listed_and_verified(folder: Path) -> None:
     listed = json.loads(run("snapshots", str(folder), "--json").stdout)
-    assert [(one["version"], one["tensors"], one["verified"], one["problem"]) for one in listed] == [
-        (version, 2, False, "") for version in (1, 2, 3)
-    ]
+    found = [(one["version"], one["tensors"], one["verified"], one["problem"]) for one in listed]
+    assert found == [(version, 2, False, "") for version in (1, 2, 3)]
     (file,) = Path(listed[1]["path"]).glob("*.safetensors")
     content = bytearray(file.read_bytes())
     assert listed[1]["nbytes"] == len(content)

@@ -176,7 +176,7 @@ async def test_the_trainer_sends_few_copies_however_many_take_one(redis_db: str)
         assert source._sender is not None
         (outgoing,) = source._sender._hub._outgoing.values()
         assert outgoing.sources.copies == DIRECT < len(pool)
-        assert outgoing.sent_bytes == DIRECT * sum(outgoing.snapshot.manifest.bucket_nbytes)
+        assert outgoing.offer.sent_bytes == DIRECT * sum(outgoing.snapshot.manifest.bucket_nbytes)
 
 
 async def test_snapshots_on_disk_are_of_weights_only(redis_db: str, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_what_was_verified_is_not_taken_again(rank: Rank) -> None:
     assert not rank.update(wrong[0]).ok
     sending = rank.line.begin(wrong[1], ["w"])
     assert rank.receiver.prepare(sending.orders[0]).ok
-    assert sending.outgoing.sent_bytes == honest.buckets[-1].numel()
+    assert sending.outgoing.offer.sent_bytes == honest.buckets[-1].numel()
     assert rank.receiver.commit(sending.orders[0].epoch, rank.model).ok
     rank.check_holds(honest)
 

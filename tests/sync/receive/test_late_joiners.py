@@ -60,12 +60,12 @@ async def test_while_the_trainer_lives_it_says_from_whom_to_take_it(redis_db: st
         await publish(source, 1)
         await eventually(lambda: offers(ledger, 1, {"", first.id}))
         (outgoing,) = source._sender._offered[""]
-        sent = outgoing.sent_bytes
+        sent = outgoing.offer.sent_bytes
         async with worker(redis_db) as late:
             await eventually(lambda: version_of(late) == 1)
             check_equal(late.engine, 1)
             assert late.id in outgoing.joined
-            assert outgoing.sent_bytes == sent  # from `first`: late ones cost the trainer nothing
+            assert outgoing.offer.sent_bytes == sent  # from `first`: late ones cost the trainer nothing
 
 
 async def test_when_nobody_has_it_everybody_waits_and_says_so(redis_db: str, ledger: Ledger) -> None:

@@ -126,7 +126,7 @@ async def test_a_source_dies_or_stops_amid_a_bucket_or_lies(three: Line, at: str
     orders = dict(zip(three.peers, sending.orders, strict=True))
     check_whole(bad, bad.update(orders[bad]), 1)
     sending.outgoing.sources.late = True  # the sender is spared: both take it from who has it
-    sent = sending.outgoing.sent_bytes
+    sent = sending.outgoing.offer.sent_bytes
     bad.ask(fault={"at": at, "number": 2, "how": how})
     for peer in others:
         check_whole(peer, peer.update(orders[peer]), 1)
@@ -134,7 +134,7 @@ async def test_a_source_dies_or_stops_amid_a_bucket_or_lies(three: Line, at: str
         assert bad.ask(digests=True) == expected(version(1))
     else:
         assert bad.fell(how)
-    copies = (sending.outgoing.sent_bytes - sent) / version(1).manifest.nbytes
+    copies = (sending.outgoing.offer.sent_bytes - sent) / version(1).manifest.nbytes
     assert 0 < copies < 2  # not again what had arrived
 
 
@@ -157,7 +157,7 @@ async def test_the_sender_gives_a_few_copies_and_receivers_the_rest() -> None:
         sending = many.begin(snapshot, [peer.name for peer in many.peers])
         for peer, order in zip(many.peers, sending.orders, strict=True):
             check_whole(peer, peer.update(order), 1)
-        assert sending.outgoing.sent_bytes == DIRECT * sum(bucket.numel() for bucket in snapshot.buckets)
+        assert sending.outgoing.offer.sent_bytes == DIRECT * sum(bucket.numel() for bucket in snapshot.buckets)
 
 
 @pytest.mark.parametrize("cells", [False, True], ids=["pulls", "cell"])
