@@ -48,8 +48,8 @@ from .sync.shapes import one_shape
 
 MODES = ("resume", "in_place", "auto")
 CASE_S, VERSIONS, LONGEST = 10.0, 2.5, 3.0
-"""A case without updates takes so many seconds, or the time of so many versions. One that takes LONGEST times as long
-is stopped, and counted by what it has generated."""
+"""A case takes so many seconds without updates, or as long as so many versions, or as its longest sample. One that
+takes LONGEST times as long is stopped, and counted by what it has generated."""
 BEFORE = 1000
 """The one context with which the older package is measured."""
 CHECKED = (1000, 1.0)
@@ -76,16 +76,19 @@ class Trainer:
 
     def __init__(self, model: Path, shape: str) -> None:
         if shape:
-            kinds = one_shape(shape).tensors()
-            self.tensors = {name: torch.randn(size, dtype=torch.bfloat16, device="cuda") * 0.02 for name, size in kinds}
+            kinds = [*one_shape(shape).tensors()]
+            most = max(math.prod(size) for _, size in kinds)
+            # All tensors are parts of one, because publications need the memory of four copies.
+            self.values = torch.randn(most, dtype=torch.bfloat16, device="cuda") * 0.02
+            self.tensors = {name: self.values[: math.prod(size)].view(size) for name, size in kinds}
         else:
             self.tensors = load_file(model / "model.safetensors")
-        self.in_place = bool(shape)  # there is no room for another copy beside an engine
+        self.on_gpu = bool(shape)
 
     def publish(self, publisher: WeightPublisher) -> PublishHandle:
         version = publisher.last_version + 1
-        if self.in_place:
-            torch._foreach_neg_(list(self.tensors.values()))
+        if self.on_gpu:
+            self.values.neg_()
             return publisher.publish(version, self.tensors)
         factor = 1 + version % 97 / 4096
         return publisher.publish(version, {name: tensor * factor for name, tensor in self.tensors.items()})
@@ -103,7 +106,7 @@ class Side:
     @contextmanager
     def worker(self, command: list[str]) -> Iterator[None]:
         environment = dict(os.environ)
-        if self.trainer.in_place:
+        if self.trainer.on_gpu:
             every = [str(number) for number in range(torch.cuda.device_count())]
             environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every)).split(",")[-1]
         with tempfile.TemporaryFile("w+") as log:
@@ -120,8 +123,11 @@ class Side:
                 process.terminate()
                 process.wait(60)
 
-    def measure(self, load: Load, waves: int, *, keep: bool = False) -> dict[str, Any]:
-        """Tokens per second of this load. keep: keep what the samples and the versions were, too."""
+    def measure(self, load: Load, waves: int, wave_s: float, *, keep: bool = False) -> dict[str, Any]:
+        """Tokens per second of this load, in so many waves, which take `wave_s` each without updates.
+
+        keep: keep what the samples and the versions were, too.
+        """
         self.cases += 1
         draw = random.Random(f"{load} {self.cases}")  # prompts that were there before would be in the prefix cache
         sampling = SamplingParams(max_new_tokens=load.new_tokens, ignore_eos=True)
@@ -129,18 +135,13 @@ class Side:
             GenerateJob(token_ids=[draw.randrange(3, 250) for _ in range(load.context)], sampling=sampling)
             for _ in range(waves * load.running)
         ]
-        stop, results = threading.Event(), list[RolloutResult]()
-        if keep:
-            with self._publisher(load, keep) as publisher:
-                self.trainer.publish(publisher).wait(60)
-        publishing = threading.Thread(target=self._publish, args=(load, stop, keep))
-        publishing.start()
-        with BlockingRolloutClient(self.url) as client:
+        results, limit_s = list[RolloutResult](), LONGEST * max(load.case_s, waves * wave_s)
+        with self._publishing(load, keep=keep), BlockingRolloutClient(self.url) as client:
             began = time.monotonic()
             client.submit_many(jobs[: load.running])
             more = iter(jobs[load.running :])
             with suppress(WaitTimeout):
-                while (left := began + LONGEST * load.case_s - time.monotonic()) > 0 and client.outstanding:
+                while (left := began + limit_s - time.monotonic()) > 0 and client.outstanding:
                     result = next(client.results(timeout=left))
                     assert isinstance(result, RolloutResult), result
                     results.append(result)
@@ -150,8 +151,6 @@ class Side:
             if not ended:
                 tokens += sum(worker.unfinished_tokens for worker in client.workers())
                 client.cancel_all()
-            stop.set()
-            publishing.join()
         if keep:
             by_id = {job.id: job for job in jobs}
             self.kept = [(by_id[result.job_id], [result]) for result in results]
@@ -164,18 +163,30 @@ class Side:
             "ended": ended,
         }
 
-    def _publish(self, load: Load, stop: threading.Event, keep: bool) -> None:
+    @contextmanager
+    def _publishing(self, load: Load, *, keep: bool) -> Iterator[None]:
+        """Versions come in this block. A first one has come before: with it a trainer and workers connect."""
         if load.mode == "none":
+            yield
             return
-        with self._publisher(load, keep) as publisher:
-            while not stop.wait(load.every_s):
-                self.trainer.publish(publisher)
-
-    def _publisher(self, load: Load, keep: bool) -> WeightPublisher:
+        stop = threading.Event()
         saving: Any = {"snapshots": str(self.snapshots), "keep_snapshots": 10_000} if keep else {}
-        keep_on: Any = {"keep": "device"} if self.trainer.in_place else {}  # host memory would be another way
+        keep_on: Any = {"keep": "device"} if self.trainer.on_gpu else {}  # host memory would be another way
         mode: Any = load.mode
-        return WeightPublisher(self.url, mode=mode, **saving, **keep_on)
+        with WeightPublisher(self.url, mode=mode, **saving, **keep_on) as publisher:
+            self.trainer.publish(publisher).wait(60)
+
+            def publish() -> None:
+                while not stop.wait(load.every_s):
+                    self.trainer.publish(publisher)
+
+            publishing = threading.Thread(target=publish)
+            publishing.start()
+            try:
+                yield
+            finally:
+                stop.set()
+                publishing.join()
 
     def rebuilt(self) -> dict[str, Any]:
         """The kept samples' tokens beside an own forward pass of the versions they name."""
@@ -200,13 +211,13 @@ def measure_load(
 ) -> Iterator[dict[str, Any]]:
     """Each mode at each interval. Before and after an interval it is measured without updates."""
     # Warms up: the first time of a load is slower. The second one says how long a wave of samples takes.
-    first = math.ceil(CASE_S / side.measure(none, 1)["seconds"])
-    wave_s = side.measure(none, first)["seconds"] / first
+    first = math.ceil(CASE_S / side.measure(none, 1, CASE_S)["seconds"])
+    wave_s = side.measure(none, first, CASE_S)["seconds"] / first
 
     def measured(load: Load) -> dict[str, Any]:
         checked = not older and (load.context, load.every_s, load.mode) == (*CHECKED, "auto")
-        keep = checked and not side.trainer.in_place
-        return side.measure(load, max(1, round(load.case_s / wave_s)), keep=keep)
+        keep = checked and not side.trainer.on_gpu
+        return side.measure(load, max(1, round(load.case_s / wave_s)), wave_s, keep=keep)
 
     before = measured(none)
     for every_s in intervals:

@@ -20,7 +20,7 @@ from .slots import Slots
 
 SHARE, AUTO_SHARE = 0.25, 0.02
 """Most of its time that a worker spends on updates; and with mode "auto", unless the trainer waits for the version."""
-AGE_SHARE = 0.2
+AGE_SHARE = 0.5
 """With mode "auto" an update is put off by at most this share of the mean age of what runs: short samples would be much
 staler if it waited longer."""
 TRIAL_TOKENS = 4096

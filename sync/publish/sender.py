@@ -128,6 +128,7 @@ class Sender:
             with contextlib.suppress(RedisError, OSError):
                 version = newest.snapshot.manifest.version
                 await offers_no_more(self._ledger, Holder(version, self._hub.address, newest.token))
+        self._offered.clear()  # their memory, before Python finds the cycle: a trainer may open another publisher
         await asyncio.to_thread(self._hub.close)
 
     def poke(self) -> None:
@@ -185,7 +186,8 @@ class Sender:
         self._tidy(MOST)
         outgoing = await asyncio.to_thread(self._hub.offer, snapshot, expected, order.config if adapter else None)
         host, port = parts_of(self._hub.address)
-        said = settings.announced() | ({"mode": "resume"} if adapter else {})
+        # A field that is not set is not encoded.
+        said = settings.announced() | ({"mode": "resume", "adapter": adapter} if adapter else {})
         if order.handle.awaited:
             said["awaited"] = True
         told = WeightAnnouncement(
@@ -197,8 +199,6 @@ class Sender:
             digest=snapshot.manifest.fingerprint,
             **said,
         )
-        if adapter:  # a field that is not set is not encoded
-            told = told.model_copy(update={"adapter": adapter})
         run = Run(told, outgoing, set(expected), stopped=order.handle.aborted)
         for older in list(self._runs.values())[: max(0, len(self._runs) + 1 - MOST)]:
             older.over = f"had not reported when version {told.version} was published"

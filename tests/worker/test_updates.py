@@ -235,7 +235,7 @@ def test_the_next_update_waits_three_times_as_long_as_the_last_one_took(monkeypa
     ("cost_s", "age_s", "spared_s", "awaited_s"),
     [
         (0.02, 10.0, 0.98, 0.06),  # 2% of its time
-        (0.02, 1.0, 0.2, 0.06),  # a fifth of what samples have taken so far
+        (0.02, 1.0, 0.5, 0.06),  # half of what samples have taken so far
         (0.02, 0.1, 0.06, 0.06),  # a quarter of its time, in any case
         (2.0, 10.0, 6.0, 6.0),
     ],

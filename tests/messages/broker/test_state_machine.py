@@ -150,6 +150,11 @@ class PoolMachine(WorkerRules):
     def transfer(self, number: int, served: bool, committed: bool, which: int, again: bool) -> None:
         self.epochs += 1
         opened = self.epochs, number, "m", 60, "told"
+        before = self.look()
+        if number <= int(before["weights"].get("highest", 0)):
+            assert self.call("announce", *opened) == "taken"
+            assert self.look().stable() == before.stable(), "a number that is taken"
+            self.redis.hset(f"{PREFIX}weights", "highest", number - 1)  # as if Redis had lost the newer ones
         self.send("announce", *opened, again=again)
         if served and self.model.workers:
             worker = self.pick(list(self.model.workers), which)
@@ -165,9 +170,9 @@ class PoolMachine(WorkerRules):
             self.commit(number, "", "here")
         self.remember("announce", *opened)
         if again:
-            before = self.look().stable()
+            ended = self.look().stable()
             assert self.call("announce", *opened) == "closed"
-            assert self.look().stable() == before, "a copy of the announcement after the end"
+            assert self.look().stable() == ended, "a copy of the announcement after the end"
 
     def commit(self, version: int, who: str, where: str) -> None:
         """A version is committed, if it was not, and `who` offers it."""

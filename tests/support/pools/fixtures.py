@@ -23,6 +23,7 @@ from rolloutmq.messages.broker import ShardedLease, broker_of
 from rolloutmq.messages.redis import ping
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer.control import PoolControl
+from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.worker.sglang.features import FILES
 
 MakeLease = Callable[..., Awaitable[Lease]]
@@ -41,6 +42,11 @@ async def db(redis_db: str) -> AsyncIterator[Redis]:
 @pytest.fixture
 def broker(db: Redis) -> Broker:
     return broker_of(db, "default")
+
+
+@pytest.fixture
+def ledger(db: Redis) -> Ledger:
+    return Ledger(db, "default")
 
 
 @pytest.fixture

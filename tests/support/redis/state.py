@@ -44,6 +44,7 @@ class State:
         }
         keys = {key: shape[kind](content) for key, kind, _, content in raw}
         ttl = {key: ttl for key, _, ttl, _ in raw}
+        keys.get("load", {}).pop("busy", None)  # when somebody was refused, for people
         if "ward" in keys:  # its turn ends by the pool's clock
             until, _, keys["ward"] = keys["ward"].partition("@")
             ttl["ward"] = int(until) - int(keys["clock"]["at"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,13 @@ from support.pools.late import check_equal, is_waiting, publish, publish_and_lea
 from support.pools.pool import eventually, worker
 
 from rolloutmq import WeightPublisher
-from rolloutmq.messages import InvalidField, connect
+from rolloutmq.messages import InvalidField
 from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.sync.packing.packing import PackedWeights
 from rolloutmq.sync.receive import from_disk
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
-
-
-@pytest.fixture
-async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    async with connect(redis_db) as client:
-        yield Ledger(client, "default")
 
 
 async def test_a_late_worker_reads_the_committed_version_from_disk(

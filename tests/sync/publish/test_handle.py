@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +12,12 @@ import torch
 from support.peers.publishing import publisher, weights
 from support.pools.pool import eventually, worker
 
-from rolloutmq.messages import connect
 from rolloutmq.sync.publish import publisher as module
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.wire import Offer
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 NBYTES = sum(tensor.numel() * tensor.element_size() for tensor in weights(1).values())
-
-
-@pytest.fixture
-async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    async with connect(redis_db) as client:
-        yield Ledger(client, "default")
 
 
 class Held:

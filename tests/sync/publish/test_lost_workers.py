@@ -32,11 +32,6 @@ PATIENT = {"join_timeout_s": NEVER_S, "transfer_timeout_s": NEVER_S}
 WHY = {signal.SIGSTOP: "is stopped: it does not answer", signal.SIGKILL: "was lost: its connection is closed"}
 
 
-@pytest.fixture
-def ledger(broker: Broker) -> Ledger:
-    return Ledger(broker.redis, "default")
-
-
 class Victim:
     """A worker in a process of its own, which has joined."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,8 @@ from support.specimens.messages import job
 from rolloutmq import InvalidField, WaitTimeout, WeightPublisher
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams, WeightSyncError, connect
 from rolloutmq.messages.broker import broker_of
+from rolloutmq.sync.publish import Hub
+from rolloutmq.sync.tensors import Snapshot
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -35,12 +39,6 @@ def check_equal(engine: ScriptedEngine, version: int) -> None:
         got = engine.weights[name]
         assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(got, tensor), name
-
-
-@pytest.fixture
-async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    async with connect(redis_db, pool="default") as client:
-        yield Ledger(client, "default")
 
 
 @pytest.mark.parametrize("bucket_bytes", [2048, 1 << 28])
@@ -295,3 +293,22 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(PackedWeights, "snapshot", made.around(PackedWeights.snapshot))
     yield made
     made.open()
+
+
+async def test_a_closed_publisher_keeps_no_version(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each is a copy of the model, and nothing there makes Python look for cycles."""
+    offer, sent = Hub.offer, []
+
+    def offered(hub: Hub, snapshot: Snapshot, *told: Any) -> Any:
+        sent.append(weakref.ref(snapshot.buckets[0]))
+        return offer(hub, snapshot, *told)
+
+    monkeypatch.setattr(Hub, "offer", offered)
+    gc.disable()
+    try:
+        async with worker(redis_db), publisher(redis_db) as source:
+            for version in (1, 2):
+                assert (await publish(source, version)).state == "committed"
+        assert [here() for here in sent] == [None, None]
+    finally:
+        gc.enable()

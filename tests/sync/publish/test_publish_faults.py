@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisGone
 from support.peers.publishing import WEIGHTS, publish, publisher, serve_some
 from support.pools.pool import eventually, status, worker
 
-from rolloutmq.messages import Lease, TensorSpec, WeightAnnouncement, WeightManifest, WeightSyncError, connect
+from rolloutmq.messages import Lease, TensorSpec, WeightAnnouncement, WeightManifest, WeightSyncError
 from rolloutmq.sync.publish.hub import Hub, Outgoing
 from rolloutmq.sync.tensors.snapshot import Snapshot
 from rolloutmq.sync.transfer.ledger import Epoch, Ledger
@@ -26,12 +25,6 @@ from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 NEVER_S = 600.0
 """A timeout that a test does not live to see: what waits for it fails."""
-
-
-@pytest.fixture
-async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    async with connect(redis_db) as client:
-        yield Ledger(client, "default")
 
 
 def altered(snapshot: Snapshot, how: str) -> Snapshot:

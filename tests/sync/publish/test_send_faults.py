@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,16 +9,10 @@ from support.peers.publishing import publish, publisher
 from support.pools.pool import eventually, worker
 from support.specimens import adapters
 
-from rolloutmq.messages import WeightSyncError, connect
+from rolloutmq.messages import WeightSyncError
 from rolloutmq.sync.transfer.ledger import Holder, Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
-
-
-@pytest.fixture
-async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    async with connect(redis_db) as client:
-        yield Ledger(client, "default")
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, call: str) -> None:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 from support.peers.publishing import WEIGHTS, publisher
 from support.pools.pool import dump, eventually, worker
 
 from rolloutmq import InvalidField
-from rolloutmq.messages import WeightSyncError, connect
+from rolloutmq.messages import WeightSyncError
 from rolloutmq.messages.model.weights import WeightAnnouncement
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
-
-
-@pytest.fixture
-async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    async with connect(redis_db, pool="default") as client:
-        yield Ledger(client, "default")
 
 
 def announcement(version: int, epoch: int) -> WeightAnnouncement:

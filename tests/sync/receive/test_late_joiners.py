@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
 from support.peers.publishing import weights
 from support.pools.late import check_equal, publish, publish_and_leave, publisher, serve, version_of
 from support.pools.pool import eventually, worker
 
-from rolloutmq.messages import connect
 from rolloutmq.ops.status import pool_state
 from rolloutmq.sync.transfer.ledger import Holder, Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
-
-
-@pytest.fixture
-async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    async with connect(redis_db) as client:
-        yield Ledger(client, "default")
 
 
 async def offered(ledger: Ledger, version: int) -> set[str]:

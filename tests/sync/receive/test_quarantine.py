@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 from support.peers.publishing import publish, publisher, serve_some
 from support.pools.pool import Running, check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, RolloutResult, SamplingParams, connect
+from rolloutmq.messages import Broker, RolloutResult, SamplingParams
 from rolloutmq.messages.model.weights import UpdateMode
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
-
-
-@pytest.fixture
-async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    async with connect(redis_db) as client:
-        yield Ledger(client, "default")
-
 
 JOBS = 12
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 from redis.exceptions import ConnectionError as RedisGone
@@ -13,18 +13,12 @@ from support.pools.late import publish_and_leave, version_of
 from support.pools.pool import check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, Lease, RolloutResult, SamplingParams, connect
+from rolloutmq.messages import Broker, Lease, RolloutResult, SamplingParams
 from rolloutmq.messages.model.weights import UpdateMode, WeightAnnouncement
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 NEVER_S = 600.0
-
-
-@pytest.fixture
-async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    async with connect(redis_db, pool="default") as client:
-        yield Ledger(client, "default")
 
 
 @pytest.mark.parametrize("call", ["heading", "announced", "report"])
