@@ -83,9 +83,9 @@ class Broadcaster:
                 deadline=deadline,
                 broken=self._broken,
             )
-        if not ready:  # else they have said so a moment ago: to ask whether they live would take a millisecond
+        if not ready:
             self._await_ready(keys, deadline)
-            self._check()
+        self._check()
         go = partial(self.store.set, keys.go, "1")
         if self._device.type == "cuda":
             self._send_from_gpu(self._group, snapshot, self._device, deadline, go)
