@@ -48,7 +48,7 @@ class SyncSettings(BaseModel):
     """Address under which workers reach this host; by default the local address of the route to Redis."""
     port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
     """Where the trainer listens for workers; 0 picks a free port."""
-    mode: UpdateMode = "resume"
+    mode: UpdateMode = "auto"
     """What an update does with running samples. 'resume' interrupts them and continues them under the new weights.
     'in_place' changes the weights under them and keeps their KV cache. 'drain' lets them finish first. 'auto' is one of
     the first two for each worker and version: in place where computing the caches anew would cost too much."""

@@ -52,7 +52,7 @@ async def test_a_pool_goes_on_however_often_versions_come(redis_db: str, broker:
     engine = ScriptedEngine(tokens_per_s=SPEED)
     engine.prefill_per_s = PROMPT / READ_S
     jobs = [job(token_ids=list(range(1, PROMPT)), sampling=SamplingParams(max_new_tokens=300)) for _ in range(4)]
-    async with publisher(redis_db) as source, worker(redis_db, engine=engine) as running:
+    async with publisher(redis_db, mode="resume") as source, worker(redis_db, engine=engine) as running:
         await broker.enqueue(jobs)
         await eventually(lambda: running.worker._generation.running == len(jobs))
         async with versions_all_the_time(source) as handles:
@@ -108,7 +108,10 @@ async def test_who_waits_for_a_version_waits_until_the_worker_may_take_it(redis_
     engine = ScriptedEngine(tokens_per_s=SPEED)
     engine.prefill_per_s = PROMPT / 0.5
     long = job(token_ids=list(range(1, PROMPT)), sampling=SamplingParams(max_new_tokens=2000))
-    async with publisher(redis_db, join_timeout_s=0.7) as source, worker(redis_db, engine=engine) as running:
+    async with (
+        publisher(redis_db, mode="resume", join_timeout_s=0.7) as source,
+        worker(redis_db, engine=engine) as running,
+    ):
         await broker.enqueue([long])
         await eventually(lambda: running.worker._generation.running)
         first = source.publish(1, WEIGHTS.items())

@@ -111,7 +111,7 @@ async def test_resume_every_token_is_of_the_version_its_segment_says(redis_db: s
     async with (
         worker(redis_db, engine=engines[0], max_running=4) as first,
         worker(redis_db, engine=engines[1], max_running=4) as second,
-        publisher(redis_db) as source,
+        publisher(redis_db, mode="resume") as source,
     ):
         await enqueue(redis_db, 8, 6000)  # they run until `hurry`
         await eventually(lambda: sum(len(engine._aborts) for engine in engines) == 8)
