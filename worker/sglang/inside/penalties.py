@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.sampling import penaltylib
 
@@ -40,8 +41,11 @@ def install() -> None:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        # Penalties that are subtracted come before the one that scales, as with overlap scheduling.
-        self.penalizers = dict(sorted(self.penalizers.items(), key=lambda item: item[1].is_multiplicative))
+        # Penalties that are subtracted come before the one that scales, as with overlap scheduling, and by name: SGLang
+        # has them in a set of classes, whose order differs between processes, and another order rounds differently.
+        self.penalizers = dict(
+            sorted(self.penalizers.items(), key=lambda item: (item[1].is_multiplicative, item[0].__name__))
+        )
 
     def cumulate(self: Any) -> None:
         if self.enable_overlap:
@@ -76,8 +80,11 @@ class Frequency(penaltylib.BatchedFrequencyPenalizer):  # type: ignore[misc]
         for row, req in enumerate(self.orchestrator.reqs()):
             penalty = req.sampling_params.frequency_penalty
             if penalty != 0.0 and (tokens := _tokens_of(req)):
-                counts = torch.bincount(torch.tensor(tokens), minlength=self.orchestrator.vocab_size)
-                self.cumulated_frequency_penalties[row] = (penalty * counts).to(self.orchestrator.device)
+                distinct, counts = torch.tensor(tokens).unique(return_counts=True)
+                # Summed up one by one, as SGLang does it. A product would be rounded otherwise.
+                sums = np.cumsum(np.full(int(counts.max()), penalty, np.float32))
+                added = torch.from_numpy(sums[counts.numpy() - 1]).to(self.orchestrator.device)
+                self.cumulated_frequency_penalties[row, distinct] = added
 
 
 class Presence(penaltylib.BatchedPresencePenalizer):  # type: ignore[misc]
