@@ -13,6 +13,8 @@ PYTEST_ALL = .venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile
 EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/packages
 # What depends on the server: scripts, connections, deployments, and whoever speaks to it most.
 SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --ignore=tests/worker/sglang --ignore=tests/producer/trl
+# What runs the scripts and reads answers: where a server's release makes a difference first, so CI has these.
+SCRIPT_TESTS = tests/messages/broker tests/messages/redis
 
 # In CI, what failed beside other tests is run once more, alone: a machine that has two cores for four processes delays
 # timers by seconds. The output names it, and whoever reads that looks for the race. Outside CI everything runs once.
@@ -26,9 +28,9 @@ help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
 	@echo "make demo    the whole loop on this machine, without a GPU or a Redis; draws into out/"
 	@echo "make test    the tests: a real server, real SGLang on CPU (PYTEST='-k name' for some, PROCESSES=8 on more cores)"
-	@echo "make test-all    all tests that CI runs: these, and the four below"
+	@echo "make test-all    all tests that CI runs: these, trainers, shards, and what runs scripts on Redis 7 and 6.2"
 	@echo "make test-whole    these, and the few that take longest"
-	@echo "make test-long   what CI has no time for: the slow tests, all of chaos, ten minutes of fuzz; the result is committed"
+	@echo "make test-long   what CI has no time for: slow tests, all on Redis 7 and 6.2, all of chaos, ten minutes of fuzz; the result is committed"
 	@echo "make test-trainers    with verl's and SkyRL's own packages, which it installs (210 MB)"
 	@echo "make test-redis7, make test-redis62    what depends on the server, on the Redis 7 on PATH or on 6.2"
 	@echo "make test-shards    what the queue promises, on a pool with two shards on two servers"
@@ -67,16 +69,17 @@ test-whole: setup
 test-all: setup
 	$(MAKE) --no-print-directory test PROCESSES=$(PROCESSES)
 	$(MAKE) --no-print-directory test-trainers
-	$(MAKE) --no-print-directory test-redis7
-	$(MAKE) --no-print-directory test-redis62
+	$(MAKE) --no-print-directory test-redis7 SERVER_TESTS="$(SCRIPT_TESTS)"
+	$(MAKE) --no-print-directory test-redis62 SERVER_TESTS="$(SCRIPT_TESTS)"
 	$(MAKE) --no-print-directory test-shards
 
-# What CI has no time for: also the slow tests, every scenario of chaos, ten minutes of fuzz. Its result is committed.
+# What CI has no time for: also the slow tests, all that depends on the server, every scenario of chaos, ten minutes of
+# fuzz. Its result is committed.
 LONG = benchmarks/results/test-long.txt
 test-long: setup
 	@mkdir -p out; { echo "make test-long, $$(git rev-parse --short HEAD), $$(nproc) cores, $$(.venv/bin/python -V)"; \
 	  .venv/bin/python -m pip list 2>/dev/null | grep -E "^(torch|sglang|redis|transformers) "; } >$(LONG)
-	@failed=0; for leg in test-whole chaos "fuzz SECONDS=600"; do began=$$(date +%s); \
+	@failed=0; for leg in test-whole test-redis7 test-redis62 chaos "fuzz SECONDS=600"; do began=$$(date +%s); \
 	  $(MAKE) --no-print-directory $$leg >out/long-$${leg%% *}.log 2>&1 || failed=1; \
 	  { echo; echo "make $$leg: $$(($$(date +%s) - began)) s"; grep -E "^=+ .*(passed|failed)|FAILED|cases|^(ok|FAIL) +[a-z]" \
 	    out/long-$${leg%% *}.log | tail -80; } >>$(LONG); done; cat $(LONG); exit $$failed
