@@ -43,19 +43,19 @@ class Demand:
 
     def view(self, reading: Reading, totals: Totals, now: float) -> PoolView:
         """The pool now. totals: with this reading taken in. now: on a monotonic clock."""
-        alive = [worker for worker in reading.workers if worker.worker_id in reading.alive]
+        pool, alive = reading.pool, reading.pool.alive
         serving = [worker for worker in alive if worker.state in SERVING]
         running, slots = sum(one.running for one in serving), sum(one.max_running for one in serving)
         self._measure(totals, now, PoolView(at=now, running=running, slots=slots, serving=len(serving)))
-        if not self._versions or reading.committed != self._versions[-1][1]:
-            self._versions.append((now, reading.committed))
-        made_bytes = reading.load.unread_bytes + reading.load.taken_bytes
-        self._results.append((now, made_bytes, reading.load.taken_bytes, totals.tokens))
-        taken_tokens_per_s, unread_s = self._taken(now, reading.load.unread_bytes)
+        if not self._versions or pool.committed != self._versions[-1][1]:
+            self._versions.append((now, pool.committed))
+        made_bytes = pool.load.unread_bytes + pool.load.taken_bytes
+        self._results.append((now, made_bytes, pool.load.taken_bytes, totals.tokens))
+        taken_tokens_per_s, unread_s = self._taken(now, pool.load.unread_bytes)
         held_back = min(reading.queued_samples, reading.held_back_samples)
         if reading.queued_samples > 0:
             self._eta = reading.max_staleness
-        elif not reading.load.open_jobs and not self._trains(now):
+        elif not pool.load.open_jobs and not self._trains(now):
             self._eta = None
         seconds = sum(it[0] for it in self._window)
         view = PoolView(
@@ -164,5 +164,5 @@ class PoolWatch:
         if self._away:
             log.info("the pool can be read again")
             self._away = False
-        self.workers = tuple(worker for worker in reading.workers if worker.worker_id in reading.alive)
+        self.workers = tuple(reading.pool.alive)
         return view

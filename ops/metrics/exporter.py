@@ -15,7 +15,7 @@ from redis.exceptions import NoPermissionError
 from ...messages.broker import Broker, broker_of
 from ...messages.model import WorkerStatus
 from ...messages.redis import PoolRedis, connect, ping
-from ...producer.diagnosis import why
+from ...producer.diagnosis import reasons, why
 from ...worker.metrics import MetricsServer, counter, gauge
 from ..scale import History, ScaleSettings, decide
 from .deletion_costs import EVERY_S, DeletionCosts, PodPatches
@@ -70,11 +70,13 @@ class Exporter:
     async def run(self) -> None:
         """Look until cancelled."""
         redis = connect(self._redis_url, pool=self._pool)
-        reader, broker = PoolReader(redis, self._pool), broker_of(redis, self._pool)
+        reader = PoolReader(redis, self._pool)
         try:
             while True:
                 began = time.monotonic()
-                await asyncio.gather(self._look(redis, reader), self._look_why(broker))
+                await self._look(redis, reader)
+                if not self._up:
+                    await self._look_why(broker_of(redis, self._pool))
                 self._took_s = time.monotonic() - began
                 await asyncio.sleep(max(self._every_s / 2, self._every_s - self._took_s))
         finally:
@@ -95,6 +97,7 @@ class Exporter:
             self._totals.take_in(reading, now)
             view = self._demand.view(reading, self._totals, now)
             decision, self._history = decide(view, self._scale, self._history)
+            self._standstill = [standstill_family(reasons(reading.pool))]
             shown = [*pool_families(reading, self._totals), *scale_families(decision)]
         except Exception as error:  # Redis is away, or has something that nobody foresaw: the next look may succeed
             self._up, self._shown, self._failed = False, [], self._failed + 1
@@ -103,7 +106,7 @@ class Exporter:
                 self._said = said
         else:
             self._up, self._shown, self._said = True, shown, ""
-            self._workers = tuple(worker for worker in reading.workers if worker.worker_id in reading.alive)
+            self._workers = tuple(reading.pool.alive)
 
 
 async def _tell(costs: DeletionCosts, exporter: Exporter) -> None:

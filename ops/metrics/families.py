@@ -31,7 +31,7 @@ def pool_families(reading: Reading, totals: Totals) -> Iterator[Metric]:
 
 
 def _queue(reading: Reading, totals: Totals) -> Iterable[Metric]:
-    load = reading.load
+    load = reading.pool.load
     queued = dict(zip(PRIORITIES, load.queued, strict=True))
     yield gauges(P + "queued_jobs", "Jobs that wait, by priority class.", "class", queued)
     yield gauge(P + "suspect_jobs", "Jobs on their last chance, which run one at a time.", load.suspects)
@@ -74,7 +74,7 @@ def work_seconds(samples: float, totals: Totals) -> float | None:
 
 
 def _jobs(reading: Reading) -> Iterable[Metric]:
-    load = reading.load
+    load = reading.pool.load
     yield counter(P + "accepted_jobs_total", "Jobs that the pool has accepted.", load.accepted)
     ended = {"done": load.done, "cancelled": load.cancelled, "expired": load.expired, "dead": load.dead}
     yield counters(P + "ended_jobs_total", "Jobs that have ended, by outcome.", "outcome", ended)
@@ -86,7 +86,7 @@ def _jobs(reading: Reading) -> Iterable[Metric]:
 
 
 def _bytes(reading: Reading) -> Iterable[Metric]:
-    load = reading.load
+    pool, load = reading.pool, reading.pool.load
     used = {
         "jobs": load.open_bytes,
         "pieces": load.saved_bytes,
@@ -96,25 +96,25 @@ def _bytes(reading: Reading) -> Iterable[Metric]:
     yield gauges(P + "used_bytes", "Bytes that count against the pool's cap.", "kind", used)
     yield gauge(P + "cap_bytes", "The pool's cap, as the last submission said it; 0 before the first.", load.cap_bytes)
     yield gauge(P + "clients_with_unread_replies", "Clients whose results wait to be taken.", reading.unread_clients)
-    if reading.memory is not None:
-        yield gauge(P + "redis_memory_bytes", "Memory that Redis uses.", reading.memory.used)
-        yield gauge(P + "redis_memory_limit_bytes", "Redis' maxmemory; 0 for none.", reading.memory.limit)
+    if pool.memory:  # else this user may not ask
+        yield gauge(P + "redis_memory_bytes", "Memory that Redis uses.", pool.memory)
+        yield gauge(P + "redis_memory_limit_bytes", "Redis' maxmemory; 0 for none.", pool.memory_limit)
 
 
 def _workers(reading: Reading, totals: Totals) -> Iterable[Metric]:
-    newest = set(sorted({worker.version for worker in reading.workers})[-VERSIONS:])
+    pool, alive = reading.pool, reading.pool.alive
+    newest = set(sorted({worker.version for worker in pool.workers})[-VERSIONS:])
     found = Counter(
         (
-            worker.state if worker.worker_id in reading.alive else "silent",
+            worker.state if pool.lease_ends.get(worker.worker_id, 0.0) > pool.at else "silent",
             str(worker.version) if worker.version in newest else "older",
         )
-        for worker in reading.workers
+        for worker in pool.workers
     )
     workers = GaugeMetricFamily(P + "workers", "Workers, by state and weights version.", labels=["state", "version"])
     for labels, count in found.items():
         workers.add_metric(labels, count)
     yield workers
-    alive = [worker for worker in reading.workers if worker.worker_id in reading.alive]
     slots = sum(worker.max_running for worker in alive)
     yield gauge(P + "running_samples", "Samples in the workers' engines.", sum(worker.running for worker in alive))
     yield gauge(P + "slots", "Samples that the workers can decode at once.", slots)
@@ -134,12 +134,10 @@ def _workers(reading: Reading, totals: Totals) -> Iterable[Metric]:
 
 
 def _weights(reading: Reading, totals: Totals) -> Iterable[Metric]:
-    yield gauge(P + "committed_version", "The pool's newest weights version.", reading.committed)
-    yield gauge(
-        P + "workers_waiting_for_weights",
-        "Live workers behind the committed version.",
-        reading.waiting_for_weights,
-    )
+    pool = reading.pool
+    yield gauge(P + "committed_version", "The pool's newest weights version.", pool.committed)
+    behind = sum(worker.version < pool.committed for worker in pool.alive)
+    yield gauge(P + "workers_waiting_for_weights", "Live workers behind the committed version.", behind)
     about = "Seconds of a transfer on one worker, from rendezvous to verified parameters, since the exporter started."
     yield distribution(P + "sync_seconds", about, totals.syncs)
     yield counter(P + "sync_bytes_total", "Bytes of weights that workers received and verified.", totals.sync_bytes)

@@ -1,4 +1,4 @@
-"""One look at a pool: what the exporter reads from Redis. It only reads, and always the same few commands."""
+"""One look at a pool for the exporter and the scaler: the reading that everybody has, and what only they count."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from ...messages.broker import ADAPTERS_FROM, Broker, PoolLoad, broker_of, living_workers
-from ...messages.errors import MessageError
-from ...messages.model import MAX_SAMPLES, PRIORITIES, WorkerStatus
+from ...messages.broker import ADAPTERS_FROM, Broker, broker_of
+from ...messages.errors import MessageError, RedisUnavailable
+from ...messages.model import MAX_SAMPLES, PRIORITIES
 from ...messages.redis import PoolRedis, is_wrong_type, text, whole
+from ...producer.diagnosis import PoolReading, read_pool
 from ...sync.transfer import Epoch, Ledger
 from ..sharing import Sharing, read_sharing
 
@@ -21,33 +22,20 @@ TRANSFERS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Redis' memory in bytes. limit: 0 for none."""
-
-    used: int
-    limit: int
-
-
-@dataclass(frozen=True, slots=True)
 class Reading:
-    """A pool at one moment.
+    """A pool at one moment, all of its shards.
 
-    samples_per_job: unpublished samples of a queued job, by class; the mean of those at the front. memory: None if the
-    user may not ask. ended: transfers of weights and adapters that have ended since the look before.
-    held_back: jobs, by class, that wait for weights which nobody has published yet. max_staleness: the largest that the
-    jobs at the front allow; None if none of them says so. sharing: how evenly the workers are loaded.
+    samples_per_job: unpublished samples of a queued job, by class; the mean of those at the front. ended: transfers of
+    weights and adapters that have ended since the look before. held_back: jobs, by class, that wait for weights which
+    nobody has published yet. max_staleness: the largest that the jobs at the front allow; None if none of them says so.
+    sharing: how evenly the workers are loaded.
     """
 
-    load: PoolLoad
+    pool: PoolReading
     samples_per_job: tuple[float, ...]
-    workers: tuple[WorkerStatus, ...]
-    alive: frozenset[str]
-    dead_letters: int
-    unread_clients: int
-    committed: int
-    waiting_for_weights: int
-    memory: Memory | None
-    ended: tuple[Epoch, ...]
+    dead_letters: int = 0
+    unread_clients: int = 0
+    ended: tuple[Epoch, ...] = ()
     held_back: tuple[int, ...] = ()
     max_staleness: int | None = None
     sharing: Sharing = field(default_factory=Sharing)
@@ -55,8 +43,8 @@ class Reading:
     @property
     def queued_samples(self) -> float:
         """Samples that wait: queued jobs, times the samples of those in front."""
-        per_class = zip(self.load.queued, self.samples_per_job, strict=True)
-        return sum(count * mean for count, mean in per_class) + self.load.suspects
+        load = self.pool.load
+        return sum(count * mean for count, mean in zip(load.queued, self.samples_per_job, strict=True)) + load.suspects
 
     @property
     def held_back_samples(self) -> float:
@@ -65,7 +53,8 @@ class Reading:
 
 
 class PoolReader:
-    """Reads one pool again and again. Raises RedisError and OSError."""
+    """Reads one pool again and again. Raises RedisError, OSError, and RedisUnavailable if one of its shards is away:
+    numbers of a part of the pool would look like a pool that has become smaller."""
 
     def __init__(self, redis: PoolRedis, pool: str) -> None:
         self._redis: Any = redis
@@ -75,29 +64,24 @@ class PoolReader:
         self._open: set[int] = set()
 
     async def read(self) -> Reading:
-        load = await self._broker.load()
+        pool = await read_pool(self._broker)
+        for shard, why in pool.shards_away.items():
+            raise RedisUnavailable(f"shard {shard} is away: {why}")
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hmget(self._keys.weights, "committed", "epochs", "open")
+            pipe.hget(self._keys.weights, "epochs")
             for queue, later in zip(self._keys.queues, self._keys.later, strict=True):
                 pipe.zrange(queue, 0, HEADS - 1)
                 pipe.zrange(later, 0, HEADS - 1)
-            weights, *heads = await pipe.execute()
+            newest, *heads = await pipe.execute()
         counts = [await _counts(part) for part in self._broker.parts]
-        committed, newest, under_way = map(whole, weights)
         samples, max_staleness = await self._heads([heads[i] + heads[i + 1] for i in range(0, len(heads), 2)])
-        workers, alive = await self._broker.workers(), await living_workers(self._redis, self._keys)
         return Reading(
-            load=load,
+            pool=pool,
             samples_per_job=samples,
-            workers=tuple(workers),
-            alive=frozenset(alive),
             dead_letters=sum(dead for dead, _ in counts),
             unread_clients=max(clients for _, clients in counts),
-            committed=committed,
-            waiting_for_weights=sum(w.worker_id in alive and w.version < committed for w in workers),
-            memory=await self._memory(),
-            ended=await self._ended(newest, under_way),
-            held_back=await self._held_back(committed),
+            ended=await self._ended(whole(newest), pool.transfer),
+            held_back=await self._held_back(pool.committed),
             max_staleness=max_staleness,
             sharing=await read_sharing(self._broker.parts),
         )
@@ -124,18 +108,6 @@ class PoolReader:
             means.append(sum(max(0, count) for count in counts) / len(counts) if counts else 1.0)
         assert len(means) == len(PRIORITIES)
         return tuple(means), max(bounds, default=None)
-
-    async def _memory(self) -> Memory | None:
-        """Of the fullest server that has a shard of the pool."""
-        found = []
-        for server in dict.fromkeys(part.redis for part in self._broker.parts):
-            try:
-                said = await server.info("memory")
-            except ResponseError:  # a user without +info
-                return None
-            used, limit = said.get("used_memory"), said.get("maxmemory")
-            found.append(Memory(used if isinstance(used, int) else 0, limit if isinstance(limit, int) else 0))
-        return max(found, key=lambda one: one.used / (one.limit or 1 << 60))
 
     async def _ended(self, newest: int, under_way: int) -> tuple[Epoch, ...]:
         if self._seen is None or newest < self._seen:  # the first look; or Redis has lost its data

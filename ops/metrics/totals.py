@@ -40,13 +40,13 @@ class Totals:
         elapsed, before = now - self._last_at, self._last
         tokens = self.tokens
         if before is not None:  # what happened before the first reading is not counted: that would look like a jump
-            for status in reading.workers:
+            for status in reading.pool.workers:
                 self._add(status, before.get(status.worker_id), elapsed)
-            if self.tokens > tokens or any(worker.running for worker in reading.workers):
+            if self.tokens > tokens or any(worker.running for worker in reading.pool.workers):
                 self._measure(elapsed, self.tokens - tokens)
-        self._last = {status.worker_id: status for status in reading.workers}
+        self._last = {status.worker_id: status for status in reading.pool.workers}
         self._last_at = now
-        ended = [worker for worker in reading.workers if _plausible(worker)]
+        ended = [worker for worker in reading.pool.workers if _plausible(worker)]
         if samples := sum(worker.finished_samples for worker in ended):
             self.tokens_per_sample = sum(worker.generated_tokens for worker in ended) / samples
         self._transfers(reading)

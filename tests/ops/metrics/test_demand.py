@@ -20,9 +20,10 @@ from rolloutmq.ops.metrics.reading import PoolReader, Reading
 from rolloutmq.ops.metrics.totals import Totals
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.scale import History, PoolView, ScaleSettings, decide
+from rolloutmq.producer.diagnosis import PoolReading
 
 LOAD = PoolLoad(**dict.fromkeys(PoolLoad.__slots__, 0) | {"queued": (0, 0, 0)})
-NOTHING = Reading(LOAD, (1.0,) * 3, (), frozenset(), 0, 0, 0, 0, None, ())
+NOTHING = PoolReading("default", 0.0, LOAD)
 
 
 def looker() -> Callable[..., PoolView]:
@@ -33,11 +34,10 @@ def looker() -> Callable[..., PoolView]:
         now: float, committed: int = 0, queued: int = 0, unread: int = 0, taken: int = 0, **worker: Any
     ) -> PoolView:
         workers = (status("w1", **worker),) if worker else ()
-        reading = replace(
-            NOTHING, workers=workers, alive=frozenset(it.worker_id for it in workers), committed=committed,
-            load=replace(LOAD, queued=(0, queued, 0), open_jobs=queued, unread_bytes=unread, taken_bytes=taken),
-            max_staleness=2 if queued else None,
-        )  # fmt: skip
+        load = replace(LOAD, queued=(0, queued, 0), open_jobs=queued, unread_bytes=unread, taken_bytes=taken)
+        leases = {it.worker_id: 1.0 for it in workers}
+        pool = replace(NOTHING, load=load, workers=workers, lease_ends=leases, committed=committed)
+        reading = Reading(pool, (1.0,) * 3, max_staleness=2 if queued else None)
         totals.take_in(reading, now)
         return demand.view(reading, totals, now)
 

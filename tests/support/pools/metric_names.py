@@ -10,9 +10,10 @@ from support.pools.pool import status
 from rolloutmq.messages.broker import PoolLoad
 from rolloutmq.ops.metrics.exporter import Exporter
 from rolloutmq.ops.metrics.families import pool_families, scale_families, standstill_family
-from rolloutmq.ops.metrics.reading import Memory, Reading
+from rolloutmq.ops.metrics.reading import Reading
 from rolloutmq.ops.metrics.totals import Totals
 from rolloutmq.ops.scale import Decision
+from rolloutmq.producer.diagnosis import PoolReading
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.metrics import MeteredEngine, worker_families
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -25,7 +26,8 @@ NOWHERE = "redis://127.0.0.1:1/0"
 def exporter_metrics() -> list[Metric]:
     """All that an exporter may show."""
     load = PoolLoad(**dict.fromkeys(PoolLoad.__slots__, 0) | {"queued": (0, 0, 0)})
-    reading = Reading(load, (1.0,) * 3, (status("w"),), frozenset("w"), 0, 0, 0, 0, Memory(1, 0), ())
+    pool = PoolReading("default", 0.0, load, workers=(status("w"),), lease_ends={"w": 1.0}, memory=1)
+    reading = Reading(pool, (1.0,) * 3)
     totals = Totals()
     totals.rate = totals.tokens_per_sample = 1.0
     scale = scale_families(Decision(0, "idle", ""))
