@@ -41,7 +41,7 @@ help:
 	@echo "make bench-queue, -shards, -idle, -engine, -episodes, -sync, -scale    one benchmark, which prints JSON last (benchmarks/README.md)"
 	@echo "make bench-spread   how evenly work is spread, beside an ideal balancer and an earlier commit (25 minutes)"
 	@echo "make bench-fleet-weights   new weights for a fleet that churns: deaths, 128 workers, 1,000 simulated"
-	@echo "make bench-updates   what updates cost a worker in each mode, contexts and intervals (15 minutes; docs/weights.md)"
+	@echo "make bench-updates   what updates cost a worker in each mode, contexts and intervals (15 minutes; benchmarks/README.md)"
 	@echo "make check   formatting, lint, strict types, import order, file sizes, budget.toml, that every test can be imported"
 	@echo "make docs    the documentation with the API reference, into out/site; warnings are errors"
 	@echo "make clean   remove .venv, out/ and caches"

@@ -1,4 +1,4 @@
-"""Whether an update's mode changes what is learned: `.venv/bin/python -m benchmarks.curves` (docs/weights.md).
+"""Whether an update's mode changes what is learned: `.venv/bin/python -m benchmarks.curves` (benchmarks/README.md).
 
 The task, learner and asynchronous loop of `rolloutmq demo` with two real workers and a new version at every step, once
 in each mode with the same seeds. Nothing is killed. `gap` is the mean difference between the log-probabilities of the

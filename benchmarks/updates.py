@@ -1,4 +1,4 @@
-"""What updates cost a worker that runs samples: `make bench-updates` (docs/weights.md has its figures).
+"""What updates cost a worker that runs samples: `make bench-updates` (benchmarks/README.md has its figures).
 
 One worker with a real engine generates with no updates, and with a version every so many seconds in each mode. `ratio`
 is tokens per second over those of the same load without updates, which is measured before and after the modes of each
