@@ -12,8 +12,7 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from ...messages.broker import Broker, Caps, broker_of
 from ...messages.redis import PoolRedis, how_to_flush, parse_shards
-from ...producer.diagnosis import NO_FAULT, read_pool, reasons
-from ...sync.transfer import Ledger
+from ...producer.diagnosis import NO_FAULT, PoolReading, read_pool, reasons
 from ..redis import connected
 from ..sharing import COSTLY, read_sharing, update_share
 from .finding import Finding, Level
@@ -42,7 +41,7 @@ async def redis_findings(redis_url: str, pool: str) -> list[Finding]:
     try:
         if shards.count > 1:
             async with connected(redis_url, pool, all_shards=True, lenient=True) as redis:
-                return await why_jobs_wait(broker_of(redis, pool))
+                return _waits(await read_pool(broker_of(redis, pool)))
         async with connected(redis_url, pool) as redis:
             return [
                 Finding("redis", "ok", f"answers at {target.where}"),
@@ -227,12 +226,12 @@ async def _pool(redis: PoolRedis, pool: str) -> list[Finding]:
         first = Finding("pool", "warning", found, advice)
     else:
         first = Finding("pool", "ok", f"pool {pool}: no key was ever set aside")
-    return [first, await _spread(broker), await _updates(broker, Ledger(redis, pool)), *await why_jobs_wait(broker)]
-
-
-async def why_jobs_wait(broker: Broker) -> list[Finding]:
-    """Why jobs of the pool wait, and what would stop some."""
     reading = await read_pool(broker)
+    return [first, await _spread(broker), _updates(reading), *_waits(reading)]
+
+
+def _waits(reading: PoolReading) -> list[Finding]:
+    """Why jobs of the pool wait, and what would stop some."""
     found = []
     for reason in reasons(reading):
         level: Level = "ok" if reason.cause in NO_FAULT else "problem"
@@ -257,9 +256,8 @@ async def _spread(broker: Broker) -> Finding:
     return Finding("spread", "warning", found, advice)
 
 
-async def _updates(broker: Broker, ledger: Ledger) -> Finding:
-    alive = await ledger.live_workers()
-    share = update_share([worker for worker in await broker.workers() if worker.worker_id in alive])
+def _updates(reading: PoolReading) -> Finding:
+    share = update_share(reading.alive)
     found = f"updates of the weights cost {share:.0%} of the workers' last minute"
     if share < COSTLY:
         return Finding("updates", "ok", found)
