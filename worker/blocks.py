@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from ..messages.model import Command, CommandReply, WorkerState
-from .commands import Service
 from .engine_keeper import EngineKeeper
+from .engine_state import EngineState
 from .journaling import WorkerJournal
 from .weights import WeightFollower
 
@@ -18,8 +18,8 @@ GATES = frozenset({"pause", "sleep"})
 class Blocks:
     """What keeps one worker from serving."""
 
-    def __init__(self, service: Service, keeper: EngineKeeper, journal: WorkerJournal) -> None:
-        self._service, self._keeper, self._journal = service, keeper, journal
+    def __init__(self, engine: EngineState, keeper: EngineKeeper, journal: WorkerJournal) -> None:
+        self._engine, self._keeper, self._journal = engine, keeper, journal
         self._gated = ""
         self._state, self._since = "", 0.0
 
@@ -43,16 +43,16 @@ class Blocks:
         }
 
     def _found(self, follower: WeightFollower) -> tuple[tuple[str, ...], list[str]]:
-        service = self._service.told()
+        engine = self._engine
         found = {
-            "pause": self._gated if service["paused"] else "",
-            "asleep": self._gated if service["asleep"] else "",
-            "stale": "its weights were asleep, and none have come since" if service["stale"] else "",
-            "dead": "its engine is being started again" if self._keeper.dead.is_set() else "",
-            "quarantine": "its weights are no whole version" if follower.quarantined else "",
+            "pause": self._gated if engine.paused else "",
+            "asleep": self._gated if engine.sleep.asleep else "",
+            "stale": "its weights were asleep, and none have come since" if engine.sleep.stale else "",
+            "dead": "its engine is being started again" if engine.dead.is_set() else "",
+            "quarantine": "its weights are no whole version" if engine.quarantined else "",
         }
         behind = follower.catch_up.behind
-        if not self._keeper.dead.is_set() and (behind or not follower.in_service):
+        if not engine.dead.is_set() and (behind or not engine.in_service):
             trouble = follower.catch_up.trouble
             found["unavailable" if trouble else "version"] = behind + (f": {trouble}" if trouble else "") or "it looks"
         blocks = {name: why for name, why in found.items() if why}

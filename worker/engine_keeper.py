@@ -15,7 +15,6 @@ from .generation import Generation
 from .jobs import HeldJobs
 from .lease import ClaimLoop, Handback, Outbox
 from .slots import RETRIES_S
-from .weights import WeightFollower
 
 log = logging.getLogger(__name__)
 LEAVE_S = 2.0
@@ -25,7 +24,7 @@ LEAVE_S = 2.0
 class EngineKeeper:
     """Keeps the engine of one worker up. most: restarts in a row without a finished sample, after which it gives up.
 
-    dead: is set from the engine's death until it is up again. restarts: how many there have been; in_a_row: how many
+    restarts: how many there have been; in_a_row: how many
     since a sample was finished.
     """
 
@@ -39,9 +38,8 @@ class EngineKeeper:
         handback: Handback,
         most: int,
     ) -> None:
-        self.dead = asyncio.Event()
         self.restarts = self.in_a_row = 0
-        self._no_engine = generation.gate.holder("dead")
+        self._state = generation.state
         self._engine, self._generation, self._held = engine, generation, held
         self._outbox, self._handback, self._most = outbox, handback, most
 
@@ -67,23 +65,13 @@ class EngineKeeper:
         """A sample was finished."""
         self.in_a_row = 0
 
-    def died(self) -> bool:
-        """The engine is dead, or counts as dead. False if that was known."""
-        if self.dead.is_set():
-            return False
-        self._no_engine.acquire()
-        self.dead.set()
-        return True
-
-    async def run(
-        self, lease: Lease, follower: WeightFollower, claims: ClaimLoop, on_restarted: Callable[[], None]
-    ) -> None:
+    async def run(self, lease: Lease, claims: ClaimLoop, on_restarted: Callable[[], None]) -> None:
         """Restart a dead engine, until cancelled. Its jobs go back to the pool first: others need not wait for it.
 
         Raises LeaseLost if they could not be given back, EngineError if the engine cannot be kept up.
         """
         while True:
-            await self.dead.wait()
+            await self._state.dead.wait()
             log.error("the engine died; restarting it")
             self.restarts += 1
             self.in_a_row += 1
@@ -99,12 +87,11 @@ class EngineKeeper:
             self._generation.slots.relieve()
             # Whoever has the turn now has heard that its engine is gone, and gives it up: what it does about the old
             # engine must not come after the new one is there.
-            async with follower.turn.take("a restart of the engine"):
+            async with self._state.turn.take("a restart of the engine"):
                 await self._start_again()
-                self.dead.clear()
+                if self._state.restarted():
+                    log.warning("the engine was restarted: it is neither frozen nor asleep any more")
                 on_restarted()
-                follower.restarted()
-            self._no_engine.release()
 
     async def _give_back(self, lease: Lease) -> None:
         died_with = {sample.job.id for sample in self._generation.died_with}

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..messages.errors import EngineDead, EngineError, RequestRefused
 from .engine import Engine, EngineRequest, TaskRequest
+from .engine_state import EngineState
 from .in_flight import InFlight
 from .jobs import Leg, Run, SampleRun
 from .slots import Slots
@@ -30,8 +31,9 @@ NEWEST = 0.05
 class Generation:
     """Runs samples on one engine, at most `most` at once.
 
-    version: of the weights that the next legs run under. pace: tokens a second of one sample if it ran alone, and
-    mean_tokens: of an ended sample, both 0 if not known. slots: what waits, and the gate. in_flight: what runs.
+    state: what the engine is; version: its, under which the next legs run. pace: tokens a second of one sample if it
+    ran alone, and mean_tokens: of an ended sample, both 0 if not known. slots: what waits, and the gate. in_flight:
+    what runs.
     updates: what those of the weights cost, and when the next one may begin.
     on_finished(sample), on_refused(sample, error), on_failed(sample, error): what became of a sample. One that failed
     may succeed on another worker. on_dead(): the engine died; `died_with` has the samples that were in it, until
@@ -48,7 +50,7 @@ class Generation:
         on_failed: Callable[[Run, EngineError], None],
         on_dead: Callable[[], None],
     ) -> None:
-        self.version = self.generated_tokens = self.finished = 0
+        self.generated_tokens = self.finished = 0
         self.pace = self.mean_tokens = 0.0
         self.died_with: list[Run] = []
         self._engine = engine
@@ -56,8 +58,13 @@ class Generation:
         self._on_failed, self._on_dead = on_failed, on_dead
         self.slots = Slots(most, self._start)
         self.gate = self.slots.gate
+        self.state = EngineState(self.gate)
         self.in_flight = InFlight(engine, self.gate, on_dead)
         self.updates = UpdateBudget(engine, self.slots, self.in_flight)
+
+    @property
+    def version(self) -> int:
+        return self.state.version
 
     @property
     def running(self) -> int:

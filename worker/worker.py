@@ -97,7 +97,7 @@ class Worker:
         self._moving = Moving(engine, self._generation, self._held, self._handback)
         self._leaving = Leaving(*runs, self._handback)
         self._service = Service(engine, self._generation, self._handback, self._outbox, poke=self._poke)
-        self._blocks = Blocks(self._service, self._keeper, self._journal)
+        self._blocks = Blocks(self._generation.state, self._keeper, self._journal)
         self._commands: Commands | None = None
         self._box: CommandBox | None = None
 
@@ -121,7 +121,7 @@ class Worker:
         ledger = Ledger(redis, self.config.pool)
         served = self._engine, self._generation, ledger, self._engine_died, self._journal
         self._follower = WeightFollower(*served, snapshots=snapshots)
-        self._service.follow(self._follower)
+        self._service.follower = self._follower
         self._commands = worker_commands(
             self._engine,
             self._generation,
@@ -167,7 +167,7 @@ class Worker:
         self.vitals.startup.engine_is_up(self._engine.info.startup)
         if self._engine.info.empty:
             log.info("the checkpoint was not read: the pool's newest version comes first")
-            self._follower.mend()  # without one in time the engine starts again, with the checkpoint
+            self._generation.state.broken()  # without one in time the engine starts again, with the checkpoint
 
     async def _incarnation(self, redis: Redis, listener: Redis, waker: Redis) -> None:
         """Serve under one lease, until it is lost or the worker is drained."""
@@ -203,7 +203,7 @@ class Worker:
                 taking: list[Loop] = [
                     self._claims.run,
                     partial(self._follower.run, self.worker_id, self._weights_changed),
-                    partial(self._keeper.run, lease, self._follower, self._claims, self._service.restarted),
+                    partial(self._keeper.run, lease, self._claims, self._follower.restarted),
                 ]
                 giving: list[Loop] = [
                     partial(memberships.run, lambda: self.vitals.beat(self._status()), self._on_beat),
@@ -257,9 +257,7 @@ class Worker:
     # --- jobs in, samples out --------------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        assert self._follower is not None
-        up = self._service.serves and self._follower.in_service and not self._keeper.dead.is_set()
-        if self._draining.is_set() or not up:
+        if self._draining.is_set() or not self._generation.state.serves:
             return 0
         # Slow media of some jobs keep no others from being claimed, as long as they are fewer than a full worker.
         slow = self._claims.slow() if self._claims is not None else 0
@@ -340,7 +338,7 @@ class Worker:
             self._generation.slots.grow()
             self._finishes_per_s = self._finished_pace.per_s(self._generation.finished)
         self._follower.beat(beat.committed, beat.epoch)
-        if not self._keeper.dead.is_set() and not await self._engine.healthy():
+        if not self._generation.state.dead.is_set() and not await self._engine.healthy():
             self._engine_died()
 
     def _known(self) -> set[str] | None:
@@ -368,12 +366,11 @@ class Worker:
             self._commands.hear(self._box, ring.get("id", ""))
 
     def _engine_died(self) -> None:
-        if self._keeper.died() and self._follower is not None:
+        if self._generation.state.died():  # an update under way gives up the turn, which the restart waits for
             self._journal.worker("engine died")
-            self._follower.halt()
 
     def _weights_changed(self, waiting: bool) -> None:
-        if self._follower is not None and self._follower.in_service:
+        if self._generation.state.in_service:
             self.vitals.startup.serves()
         if waiting or (self._lease is not None and len(self._lease.parts) > 1):  # other shards were not asked
             self._poke()
@@ -388,13 +385,4 @@ class Worker:
         return self._report.write(self.worker_id, state, self._keeper.restarts, **blocks)
 
     def _current_state(self) -> WorkerState:
-        assert self._follower is not None
-        if self._keeper.dead.is_set():
-            return "quarantined"
-        if self._draining.is_set():
-            return "draining"
-        if not self._follower.in_service:
-            return "syncing"
-        if self._follower.updating:
-            return "updating"
-        return "serving" if self._service.serves else "paused"
+        return self._generation.state.named(draining=self._draining.is_set())

@@ -87,15 +87,15 @@ async def test_a_pause_during_a_slow_commit_in_place_waits_and_the_engine_lives(
     """What runs cannot end before the commit does: that says nothing about the engine."""
     monkeypatch.setattr(InFlight.interrupt, "__defaults__", (0.0,))  # an engine has no time at all to obey
     async with committing(redis_db, broker, "in_place") as (running, engine, _):
-        service, before = running.worker._service, running.worker._generation.running
+        state, before = running.worker._generation.state, running.worker._generation.running
         mode: Any = what.removeprefix("pause ")
         asked = asyncio.create_task(control.abort(drop=False) if what == "abort" else control.pause(mode))
         if what != "abort":
-            await eventually(lambda: service.paused)
+            await eventually(lambda: state.paused)
         else:
             await eventually(lambda: running.worker._commands._begun or asked.done())
         await all_that_can_happen_now()
-        assert not running.worker._keeper.dead.is_set()
+        assert not running.worker._generation.state.dead.is_set()
         assert running.worker._generation.running == before == 3
         assert not asked.done()
         engine.load.set()
@@ -111,18 +111,18 @@ async def test_a_restart_lets_go_of_what_the_dead_engine_was_held_for_and_of_not
 ) -> None:
     async with worker(redis_db, engine=slow(), max_running=3) as running:
         jobs = await busy(broker, running)
-        gate, follower = running.worker._generation.gate, running.worker._follower
+        gate, state = running.worker._generation.gate, running.worker._generation.state
         somebody = gate.holder("somebody")
         somebody.acquire()
         (await control.pause("abort")).check()
         (await control.sleep()).check()
-        follower.mend(patient=True)
+        state.broken(patient=True)
         assert gate.reasons == ["asleep", "pause", "quarantine", "somebody"]
-        assert follower.gate.reasons == ["asleep"]
+        assert state.weights.reasons == ["asleep"]
         running.engine.kill()
-        await eventually(lambda: running.engine.starts == 2 and not running.worker._keeper.dead.is_set())
+        await eventually(lambda: running.engine.starts == 2 and not running.worker._generation.state.dead.is_set())
         await eventually(lambda: gate.reasons == ["pause", "somebody"])
-        assert follower.gate.is_open
+        assert state.weights.is_open
         (await control.resume()).check()
         (await control.resume()).check()
         assert gate.reasons == ["somebody"]
@@ -139,12 +139,12 @@ async def test_what_is_allowed_is_decided_when_the_turn_has_come(
     monkeypatch.setattr(InFlight.interrupt, "__defaults__", (0.0,))
     async with worker(redis_db, engine=slow(), max_running=3) as running:
         jobs = await busy(broker, running)
-        service, turn = running.worker._service, running.worker._follower.turn
+        state = running.worker._generation.state
         if action == "wake":
             (await control.sleep(["cuda_graph"])).check()
-        async with turn.take("a test"):
+        async with state.turn.take("a test"):
             pausing = asyncio.create_task(control.pause("in_place" if action != "wake" else "abort"))
-            await eventually(lambda: service.paused)
+            await eventually(lambda: state.paused)
             asked = asyncio.create_task(getattr(control, action)())
             await eventually(lambda: len(running.worker._commands._begun) == (1 if action == "wake" else 2))
             await all_that_can_happen_now()
@@ -167,15 +167,15 @@ async def test_a_transfer_that_waited_for_its_turn_leaves_an_engine_alone_that_s
             return await super().prepare_weights(order)
 
     async with worker(redis_db, engine=Noting()) as running, publisher(redis_db) as source:
-        follower = running.worker._follower
-        asleep = follower.gate.holder("asleep")
-        async with follower.turn.take("sleep"):
+        state = running.worker._generation.state
+        asleep = state.weights.holder("asleep")
+        async with state.turn.take("sleep"):
             handle = source.publish(1, WEIGHTS.items())
-            await eventually(lambda: follower.turn._lock._waiters)
+            await eventually(lambda: state.turn._lock._waiters)
             asleep.acquire()
-        await eventually(lambda: not follower.turn.locked())
+        await eventually(lambda: not state.turn.locked())
         await all_that_can_happen_now()
-        assert (prepared, running.worker._generation.version) == ([], 0)
+        assert (prepared, state.version) == ([], 0)
         asleep.release()
         assert (await asyncio.to_thread(handle.wait, 60)).state == "committed"
         assert prepared == [1]

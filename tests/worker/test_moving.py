@@ -155,7 +155,7 @@ async def test_a_job_that_ends_or_generates_nothing_stays(giver: Giver) -> None:
 async def test_a_sample_that_newer_weights_began_does_not_go_to_older_ones(giver: Giver) -> None:
     begun, running, new = giver.hold(), giver.hold(runs=True, version=2), giver.hold()
     giver.sample(begun).segments = [Segment(1, 5), Segment(2, 5)]
-    giver.bench.generation.version = 2
+    giver.bench.generation.state.version = 2
     assert giver.gives(Plan("taker", 1, 2, 1)) == [new]
     assert giver.gives(Plan("taker", 2, 2, 0)) == [new, begun]
     assert giver.gives(Plan("taker", 2, 3, -1)) == [new, begun, running]
@@ -164,9 +164,9 @@ async def test_a_sample_that_newer_weights_began_does_not_go_to_older_ones(giver
 async def test_what_has_begun_goes_on_under_the_version_that_it_would_have_here(giver: Giver) -> None:
     waiting, running, new = giver.hold(), giver.hold(runs=True, version=0), giver.hold()
     giver.sample(waiting).segments = [Segment(0, 5)]
-    giver.bench.generation.version = 0
+    giver.bench.generation.state.version = 0
     assert giver.gives(Plan("taker", 1, 3, -1)) == [new]
-    giver.bench.generation.version = 1
+    giver.bench.generation.state.version = 1
     assert giver.gives(Plan("taker", 1, 3, -1)) == [new, waiting, running]
 
 

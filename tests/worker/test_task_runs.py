@@ -93,7 +93,7 @@ async def test_what_is_interrupted_is_asked_again_under_a_new_name_and_version(o
     await outcomes.asked(1)
     async with generation.in_flight.quiet():
         assert generation.running == 0
-        generation.version = 5
+        generation.state.version = 5
         assert len(engine.asked) == 1
     await outcomes.asked(2)
     engine.answer(1)
@@ -113,7 +113,7 @@ async def test_what_new_weights_crossed_is_asked_again_and_what_had_ended_is_of_
     async with generation.in_flight.switching():
         engine.answer(0)
         generation.in_flight.switched(1, {engine.asked[0].request_id: 0} if counted else {})
-        generation.version = 1
+        generation.state.version = 1
     if counted:
         await outcomes.asked(2)
         engine.answer(1)

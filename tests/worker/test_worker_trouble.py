@@ -39,7 +39,7 @@ async def test_an_engine_that_dies_while_results_wait_to_be_published(
         await broker.enqueue([both])
         await eventually(lambda: running.worker._outbox.jobs() == {both.id} and engine._aborts)
         engine.kill()
-        await eventually(running.worker._keeper.dead.is_set)
+        await eventually(running.worker._generation.state.dead.is_set)
         through.set()
         results = [reply.outcome for reply in await wait_replies(broker, 2)]
         assert engine.starts == 2

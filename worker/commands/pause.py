@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ...messages.errors import EngineError, RequestRefused
-from ...messages.model import AbortParams, MemoryTag, NoParams, PauseMode, PauseParams, SleepParams, WakeParams
+from ...messages.model import AbortParams, MemoryTag, NoParams, PauseParams, SleepParams, WakeParams
 from ..engine import Engine
-from ..gate import Holder
 from ..generation import Generation
 from ..lease import ClaimLoop, Handback, Outbox
 from ..weights import WeightFollower, folder_order
 from .queue import Handler
-from .sleep_states import SleepState
 
 log = logging.getLogger(__name__)
 LIFT_S = 2.0
@@ -27,14 +25,12 @@ LIFT_S = 2.0
 class Service:
     """Whether one worker serves, and the commands that change it.
 
-    poke(): is called when the worker may claim jobs now, or may not any more. Call `follow` and set `claims` before the
+    poke(): is called when the worker may claim jobs now, or may not any more. Set `follower` and `claims` before the
     first command.
     """
 
     claims: ClaimLoop
-    _follower: WeightFollower
-    _frozen: Holder  # of the follower's gate
-    _weights_asleep: Holder  # of the follower's gate
+    follower: WeightFollower
 
     def __init__(
         self,
@@ -45,27 +41,9 @@ class Service:
         *,
         poke: Callable[[], None],
     ) -> None:
-        self.paused: PauseMode | None = None
-        self._sleep = SleepState()
-        self._paused, self._asleep = generation.gate.holder("pause"), generation.gate.holder("asleep")
+        self._state = generation.state
         self._engine, self._generation = engine, generation
         self._handback, self._outbox, self._poke = handback, outbox, poke
-
-    def follow(self, follower: WeightFollower) -> None:
-        """Set the follower of the weights. It must not touch the weights of an engine that is frozen or asleep."""
-        self._follower = follower
-        self._frozen, self._weights_asleep = follower.gate.holder("frozen"), follower.gate.holder("asleep")
-
-    @property
-    def serves(self) -> bool:
-        """Whether it may claim jobs, as far as commands are concerned."""
-        return self.paused is None and self._state.serves
-
-    @property
-    def _state(self) -> SleepState:
-        if self._sleep.stale and self._sleep.takes_weights and not self._follower.quarantined:
-            self._sleep = self._sleep.synced()
-        return self._sleep
 
     def handlers(self) -> dict[str, Handler]:
         """Each action and the function that does it."""
@@ -81,25 +59,15 @@ class Service:
 
     def told(self) -> dict[str, Any]:
         """What a command's answer says about the pause and the sleep."""
-        state = self._state
-        return {"paused": self.paused or "", "asleep": sorted(state.asleep), "stale": state.stale}
+        sleep = self._state.sleep
+        return {"paused": self._state.paused or "", "asleep": sorted(sleep.asleep), "stale": sleep.stale}
 
     async def lift(self) -> None:
         """Thaw a frozen engine before a drain, so that what runs can end."""
-        if self._frozen.holds:
+        if self._state.frozen.holds:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(LIFT_S):
                     await self._thaw()
-
-    def restarted(self) -> None:
-        """The engine was replaced: nothing is asleep or frozen any more. A pause goes on. The caller has the turn."""
-        if self._frozen.holds or self._sleep.asleep:
-            log.warning("the engine was restarted: it is neither frozen nor asleep any more")
-        self._sleep = SleepState()
-        for holder in (self._frozen, self._weights_asleep, self._asleep):
-            holder.release()
-        if self.paused == "in_place":
-            self.paused = "abort"
 
     # --- pausing ---------------------------------------------------------------------------------------------------
 
@@ -107,35 +75,35 @@ class Service:
         mode = params.mode
         if mode == "in_place":
             self._can_freeze()
-        elif self._frozen.holds:
+        elif self._state.frozen.holds:
             await self._thaw()
-        self.paused = mode
+        self._state.paused = mode
         self._poke()
         if mode == "finish":
-            self._paused.release()
+            self._state.pause.release()
             return self.told()
-        self._paused.acquire()
+        self._state.pause.acquire()
         if mode == "in_place":
             await self._freeze(deadline)
             return self.told() | {"running": self._generation.running}
         await self._interrupt()
         if mode == "retract":
-            async with self._follower.turn.take("pause retract", deadline):
+            async with self._state.turn.take("pause retract", deadline):
                 await self._engine.operate("flush_cache", {})
         if params.hand_back:
             await self._hand_back(deadline)
         return self.told()
 
     async def _resume(self, params: NoParams, deadline: float) -> Mapping[str, Any]:
-        if self._frozen.holds:
+        if self._state.frozen.holds:
             await self._thaw()
-        self.paused = None
-        self._paused.release()
+        self._state.paused = None
+        self._state.pause.release()
         self._poke()
         return self.told()
 
     async def _abort(self, params: AbortParams, deadline: float) -> Mapping[str, Any]:
-        if self._frozen.holds:
+        if self._state.frozen.holds:
             raise RequestRefused("abort: the engine is paused in place, and answers nothing: resume it first")
         running = self._generation.running
         if params.drop:
@@ -144,28 +112,28 @@ class Service:
         return {"running": running, "cancelled": 0}
 
     def _can_freeze(self) -> None:
-        if not self._state.serves:
+        if not self._state.sleep.serves:
             raise RequestRefused(f"pause in_place: nothing runs in an engine that is asleep: {self.told()}")
 
     async def _freeze(self, deadline: float) -> None:
-        if self._frozen.holds:
+        if self._state.frozen.holds:
             return
         try:
-            async with self._follower.turn.take("pause in_place", deadline):
+            async with self._state.turn.take("pause in_place", deadline):
                 self._can_freeze()
-                self._frozen.acquire()
+                self._state.frozen.acquire()
                 await self._engine.operate("freeze", {})
-                self.paused = "in_place"  # an engine that was restarted meanwhile has made it another mode
+                self._state.paused = "in_place"  # an engine that was restarted meanwhile has made it another mode
         except BaseException:
-            self.paused = None
-            self._frozen.release()
-            self._paused.release()
+            self._state.paused = None
+            self._state.frozen.release()
+            self._state.pause.release()
             self._poke()
             raise
 
     async def _thaw(self) -> None:
         await self._engine.operate("thaw", {})
-        self._frozen.release()
+        self._state.frozen.release()
 
     async def _interrupt(self) -> None:
         """All that runs stops and waits here. Raises EngineDead, and has the engine restarted, if it does not stop.
@@ -193,15 +161,15 @@ class Service:
 
     async def _empty(self, what: str, deadline: float) -> Mapping[str, Any]:
         self._not_frozen(what)
-        async with self._follower.turn.take(what, deadline):
+        async with self._state.turn.take(what, deadline):
             self._not_frozen(what)
-            if self._sleep.asleep:
+            if self._state.sleep.asleep:
                 raise RequestRefused(f"{what}: the engine is asleep: {self.told()}")
             async with self._generation.in_flight.quiet():
                 return await self._engine.operate(what, {})
 
     def _not_frozen(self, what: str) -> None:
-        if self._frozen.holds:
+        if self._state.frozen.holds:
             raise RequestRefused(f"{what}: the engine is paused in place with its requests' KV: resume it first")
 
     # --- memory ----------------------------------------------------------------------------------------------------
@@ -209,10 +177,9 @@ class Service:
     async def _go_to_sleep(self, params: SleepParams, deadline: float) -> Mapping[str, Any]:
         self._not_frozen("sleep")
         await self._engine.operate("sleep", {"tags": ()})  # whether it can at all, before anything is interrupted
-        follower = self._follower
-        async with follower.turn.take("sleep", deadline):
+        async with self._state.turn.take("sleep", deadline):
             self._not_frozen("sleep")
-            if tags := self._state.to_sleep(params.tags):
+            if tags := self._state.sleep.to_sleep(params.tags):
                 await self._give_up(tags)
         self._poke()
         if params.hand_back:
@@ -220,35 +187,35 @@ class Service:
         return self.told()
 
     async def _give_up(self, tags: Sequence[MemoryTag]) -> None:
-        self._asleep.acquire()
+        self._state.asleep.acquire()
         try:
             await self._interrupt()
             await self._engine.operate("sleep", {"tags": tags})
         except BaseException:
-            if not self._sleep.asleep:
-                self._asleep.release()
+            if not self._state.sleep.asleep:
+                self._state.asleep.release()
             raise
-        self._sleep = self._sleep.sleep(tags)
-        if not self._sleep.takes_weights:
-            self._weights_asleep.acquire()
+        self._state.sleep = self._state.sleep.sleep(tags)
+        if not self._state.sleep.takes_weights:
+            self._state.weights_asleep.acquire()
 
     async def _wake(self, params: WakeParams, deadline: float) -> Mapping[str, Any]:
-        self._state.to_wake(params.tags)
-        async with self._follower.turn.take("wake", deadline):
-            tags, version = self._state.to_wake(params.tags), self._generation.version
+        self._state.sleep.to_wake(params.tags)
+        async with self._state.turn.take("wake", deadline):
+            tags, version = self._state.sleep.to_wake(params.tags), self._generation.version
             if not tags:
                 return self.told() | {"intact": True, "version": version}
             answer = await self._engine.operate("wake", {"tags": tags})
             intact = bool(answer.get("intact", True))
-            self._sleep = self._sleep.wake(tags, intact=intact)
+            self._state.sleep = self._state.sleep.wake(tags, intact=intact)
             if "weights" in tags:
                 if not intact:
-                    self._follower.mend(patient=True)
-                self._weights_asleep.release()
+                    self._state.broken(patient=True)
+                self._state.weights_asleep.release()
         if "weights" in tags and not intact and version == 0:
             await self._restore()
-        if not self._sleep.asleep:
-            self._asleep.release()
+        if not self._state.sleep.asleep:
+            self._state.asleep.release()
         self._poke()
         return self.told() | {"intact": intact, "version": self._generation.version}
 
@@ -258,11 +225,11 @@ class Service:
         nbytes = await asyncio.to_thread(lambda: sum(file.stat().st_size for file in model.glob("*.safetensors")))
         if not nbytes:
             log.warning("woken weights are no version, and %s has none to read: the engine will be restarted", model)
-            self._follower.mend()
+            self._state.broken()
             return
-        report = await self._follower.load(folder_order(str(model), 0, nbytes))
+        report = await self.follower.load(folder_order(str(model), 0, nbytes))
         if report.ok:
-            self._follower.look_again()
-        elif self._follower.quarantined:  # else a trainer's version was faster
+            self._state.doubted()
+        elif self._state.quarantined:  # else a trainer's version was faster
             log.error("woken weights could not be read from %s: %s: %s", model, report.phase, report.error)
-            self._follower.mend()
+            self._state.broken()

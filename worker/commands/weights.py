@@ -50,7 +50,7 @@ class WeightCommands:
                         f"set_version: this worker has {before}, and is yet to get the pool's {newest}"
                     )
                 await self._reserve("set_version", params.version, f"version {before}")
-                self._generation.version = params.version
+                self._generation.state.renamed(params.version)
                 log.info("what was version %s is called %s from now on, by command", before, params.version)
             return {"version": params.version, "before": before}
 
@@ -94,9 +94,9 @@ class WeightCommands:
         else:
             result = await self._load_named(params, deadline)
         log.info("version %s was loaded from %s, by command", params.version, params.path)
-        self._follower.look_again()  # it serves when it has compared the version with the pool's
+        self._generation.state.doubted()  # it serves when it has compared the version with the pool's
         for _ in range(round(SERVES_S / LOOK_S)):
-            if self._follower.in_service:
+            if self._generation.state.in_service:
                 break
             await asyncio.sleep(LOOK_S)
         return {**result, "format": found, "version": params.version, "state": self._state()}
@@ -118,9 +118,9 @@ class WeightCommands:
                 try:
                     await self._engine.operate("load_sharded", {"path": params.path})
                 except BaseException:
-                    self._follower.mend()  # half of it may be there
+                    self._generation.state.broken()  # half of it may be there
                     raise
-                self._follower.mended(params.version)
+                self._generation.state.has(params.version)
         return {"tensors": checked["tensors"], "verified": True}
 
     async def _reserve(self, what: str, version: int, of: str) -> None:
@@ -131,19 +131,19 @@ class WeightCommands:
             raise InvalidField(f"{what}: version", version, f"above {max(taken, here)}: that number is taken")
 
     def _untouched(self, what: str) -> None:
-        if not (gate := self._follower.gate).is_open:
+        if not (gate := self._generation.state.weights).is_open:
             raise RequestRefused(f"{what}: the engine is {', '.join(gate.reasons)}")
 
     @asynccontextmanager
     async def _whole(self, what: str, deadline: float) -> AsyncIterator[int]:
         """Give the engine's version, and keep it from changing inside the block."""
-        follower = self._follower
-        async with follower.turn.take(what, deadline):
-            if "asleep" in follower.gate.reasons:
+        state = self._generation.state
+        async with state.turn.take(what, deadline):
+            if "asleep" in state.weights.reasons:
                 raise RequestRefused(f"{what}: the engine's weights are asleep")
-            if follower.quarantined:
+            if state.quarantined:
                 raise RequestRefused(f"{what}: the engine's weights are no version: it waits for one")
-            yield self._generation.version
+            yield state.version
 
 
 def _size(folder: Path) -> int:

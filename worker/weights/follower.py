@@ -19,12 +19,11 @@ from ...messages.model import WeightAnnouncement
 from ...messages.redis import name_once
 from ...sync.transfer import Holder, Ledger, TransferOrder, TransferReport, through_outage
 from ..engine import Engine
-from ..gate import Gate, WeightsTurn, set_within
+from ..gate import set_within
 from ..generation import Generation
 from ..journaling import WorkerJournal
 from .adapter_follower import AdapterFollower
 from .catch_up import CatchUp, Preparing
-from .quarantine import Quarantine
 from .snapshots import Snapshots
 
 log = logging.getLogger(__name__)
@@ -47,13 +46,8 @@ class WeightFollower:
     """Follows the ledger for one worker.
 
     on_stuck(): called if the engine does not answer, or has weights that are neither old nor new and nothing mends
-    them. in_service: False until the worker has verified the newest version that was committed when it joined.
-    adapters: follows the pool's LoRA adapters, which have transfers of their own. quarantined: whether a load broke off
-    midway. The engine generates nothing until a whole version has arrived or, after QUARANTINE_S without one, until it
-    has been restarted.
+    them. adapters: follows the pool's LoRA adapters, which have transfers of their own.
     snapshots: where to look for the committed version before asking anybody for it.
-    gate: while anybody holds it, nothing is received, so the engine's weights stay as they are.
-    turn: an update takes it, and so does everybody else who changes the weights or needs them unchanged.
     """
 
     def __init__(
@@ -66,8 +60,7 @@ class WeightFollower:
         *,
         snapshots: Snapshots | None = None,
     ) -> None:
-        self.in_service = False
-        self.updating = False
+        self._state = generation.state
         self._engine, self._generation, self._ledger = engine, generation, ledger
         self.adapters = AdapterFollower(engine, ledger)
         self._on_stuck, self._journal = on_stuck, journal
@@ -75,40 +68,18 @@ class WeightFollower:
         self._said = 0.0
         self._seen_epoch = self._given_up = 0
         self._heard: dict[str, WeightAnnouncement] = {}  # by adapter, "" for the weights
-        self._halted = False
-        self._poked = asyncio.Event()
+        self._poked = self._state.changed
         self._budget = generation.updates
         self._budget.on_change, self._budget.on_cost = self.poke, journal.update_cost
-        self.gate = Gate(self.poke)
-        self.turn = WeightsTurn()
-        self._quarantine = Quarantine(generation.gate)
-
-    @property
-    def quarantined(self) -> bool:
-        return self._quarantine.on
-
-    def _may_touch(self) -> bool:
-        return self.gate.is_open and not self._halted
 
     def poke(self) -> None:
         """Look at the ledger now."""
         self._poked.set()
 
-    def halt(self) -> None:
-        """Take part in nothing until `restarted`, because there is no engine."""
-        self._halted = True
-        self.catch_up.stop()
-        self.poke()  # an update under way gives up the turn, which the restart waits for
-
     def restarted(self) -> None:
-        """Note that the engine has its base weights again, version 0, and may be behind. The caller has the turn."""
-        self._halted = False
-        self._generation.version = 0
-        self.in_service = False
+        """Forget what was so of the engine that is gone."""
         self._seen_epoch = 0
         self._budget.forget()
-        self._quarantine.end()
-        self.poke()
 
     def hear(self, told: WeightAnnouncement) -> None:
         """Take part in a transfer as soon as possible. A newer one replaces it."""
@@ -122,43 +93,47 @@ class WeightFollower:
 
     def beat(self, committed: int, epoch: int) -> None:
         """Look at the ledger if a heartbeat says that there is something."""
-        if committed > self._generation.version or epoch not in (0, self._seen_epoch):
+        if committed > self._state.version or epoch not in (0, self._seen_epoch):
             self.poke()
 
     async def run(self, worker_id: str, on_change: Callable[[bool], None]) -> None:
         """Follow until cancelled.
 
-        on_change(waiting): called when `in_service` or the version have changed. waiting: whether jobs may have waited.
+        on_change(waiting): called when the version has changed, or whether it serves. waiting: whether jobs may have
+        waited.
         """
+        state = self._state
         while True:
             self._poked.clear()
             wait_s = LOOK_S
+            if state.dead.is_set():
+                self.catch_up.stop()
             try:
                 told = self._heard.pop("", None) or (self._heard.popitem()[1] if self._heard else None)
                 took = told is not None and await self._look_into(told, worker_id, on_change)
-                if took and told is not None and not told.adapter and self._generation.version == told.version:
+                if took and told is not None and not told.adapter and self._state.version == told.version:
                     await set_within(self._poked, SETTLED_LOOK_S)
                     continue
                 committed, digest, number = await self._ledger.heading()
-                if not self.in_service and not self.quarantined and self._generation.version >= committed:
-                    self.in_service = True
+                if not state.in_service and not state.quarantined and state.version >= committed:
+                    state.confirmed()
                     on_change(True)
                 # Compared for inequality, because the numbers start again in a Redis that lost its data.
                 known = (0, self._seen_epoch, told.epoch if told is not None else 0)  # looked into a moment ago
                 told = await self._ledger.announced(number) if number not in known else None
                 if told is not None and await self._look_into(told, worker_id, on_change):
                     continue
-                later_s = self._budget.wait_s(self._budget.usual) if self._generation.version < committed else 0.0
+                later_s = self._budget.wait_s(self._budget.usual) if state.version < committed else 0.0
                 wait_s = min(wait_s, later_s or wait_s)
-                if not later_s and self._may_touch() and await self._come_after(worker_id, committed, digest):
+                if not later_s and state.takes_weights() and await self._come_after(worker_id, committed, digest):
                     on_change(True)
                     continue
-                if self._quarantine.overdue and self.gate.is_open and not (self.catch_up.under_way or self._halted):
+                if state.overdue and state.takes_weights() and not self.catch_up.under_way:
                     self._on_stuck()
-                if self._may_touch() and await self.adapters.keep_up(worker_id, self.turn):
+                if state.takes_weights() and await self.adapters.keep_up(worker_id, state.turn):
                     on_change(True)
                     continue
-                lacks = not self.in_service or self.quarantined or self._generation.version < committed
+                lacks = not state.in_service or state.quarantined or state.version < committed
                 self._say_if_it_waits(committed)
                 if not lacks and not number and not self.adapters.any:
                     wait_s = SETTLED_LOOK_S
@@ -168,7 +143,7 @@ class WeightFollower:
 
     async def _come_after(self, worker_id: str, committed: int, digest: str) -> bool:
         """Get the committed version without a transfer if this worker lacks it. Returns whether it has just come."""
-        report = await self.catch_up.look(worker_id, self._generation.version, committed, digest)
+        report = await self.catch_up.look(worker_id, self._state.version, committed, digest)
         if report is None or not report.ok:
             return False
         if report.holder and report.way == "pull":
@@ -184,11 +159,11 @@ class WeightFollower:
 
     async def _look_into(self, told: WeightAnnouncement, worker_id: str, on_change: Callable[[bool], None]) -> bool:
         """Take part in a transfer if it concerns this worker. Returns False if the weights may not be touched now."""
-        lacked = told.epoch != self._seen_epoch and not told.adapter and told.version > self._generation.version
-        if not self._may_touch() or (lacked and await self._budget.postpones(told, worker_id, self._ledger)):
+        lacked = told.epoch != self._seen_epoch and not told.adapter and told.version > self._state.version
+        if not self._state.takes_weights() or (lacked and await self._budget.postpones(told, worker_id, self._ledger)):
             return False
-        async with self.turn.take("a weight transfer"):
-            if not self._may_touch():  # the engine went to sleep, or died, before the turn came
+        async with self._state.turn.take("a weight transfer"):
+            if not self._state.takes_weights():  # the engine went to sleep, or died, before the turn came
                 return False
             if told.epoch != self._seen_epoch:
                 before, self._seen_epoch = self._seen_epoch, told.epoch
@@ -207,9 +182,9 @@ class WeightFollower:
             report = await self.adapters.take(told, worker_id)
             self._journal.updated(told.version, report, adapter=told.adapter)
             return await self._report(told, worker_id, report)
-        if told.version <= self._generation.version:
+        if told.version <= self._state.version:
             return False
-        served = self.in_service
+        served = self._state.in_service
         self.catch_up.stop()
         self._journal.announced(told)
         for attempt in range(ATTEMPTS):
@@ -222,12 +197,12 @@ class WeightFollower:
             again |= told.mode == "auto" and self._budget.refused_in_place(report)
             if report.ok or not again or attempt == ATTEMPTS - 1:
                 break
-            if self._halted or not await self._goes_on(told):
+            if self._state.dead.is_set() or not await self._goes_on(told):
                 break
             log.info("version %s: %s; once more", told.version, report.error)
         if not report.ok:
             log.warning("version %s was refused in %s: %s", told.version, report.phase, report.error)
-        return await self._report(told, worker_id, report) or served != self.in_service
+        return await self._report(told, worker_id, report) or served != self._state.in_service
 
     async def _report(self, told: WeightAnnouncement, worker_id: str, report: TransferReport) -> bool:
         """Report to the sender, which waits for it. During an outage of Redis it is tried until the deadline.
@@ -275,14 +250,14 @@ class WeightFollower:
         async with self._standing_still(order, told) as why_not:
             if why_not is not None:
                 return why_not
-            self.updating = True
+            self._state.updating = True
             try:
                 return await self._load(order)
             finally:
-                self.updating = False
+                self._state.updating = False
 
     async def _load(self, order: TransferOrder) -> TransferReport:
-        in_place = order.mode == "in_place" and not self.quarantined
+        in_place = order.mode == "in_place" and not self._state.quarantined
         try:
             report = await self._ask(self._engine.commit_weights(order), order)
         except asyncio.CancelledError:
@@ -291,12 +266,12 @@ class WeightFollower:
         if report.ok:
             if in_place:
                 self._generation.in_flight.switched(order.version, report.switched, report.anew)
-            self.mended(order.version)
+            self._state.has(order.version)
         elif not report.intact and in_place:
             self._generation.in_flight.spoiled()
             self._on_stuck()  # it continues to generate with weights that are no version: only its end stops that
         elif not report.intact:
-            self.mend(patient=self._quarantine.patient)
+            self._state.broken(patient=self._state.patient)
         return report
 
     @asynccontextmanager
@@ -304,7 +279,7 @@ class WeightFollower:
         self, order: TransferOrder, told: WeightAnnouncement | None
     ) -> AsyncIterator[TransferReport | None]:
         """Bring generation into the state that the update's mode needs. Yields a report if that was not possible."""
-        if order.mode == "in_place" and not self.quarantined:
+        if order.mode == "in_place" and not self._state.quarantined:
             async with self._budget.update("in_place", order.version), self._generation.in_flight.switching():
                 yield None
         elif order.mode == "drain":
@@ -336,42 +311,22 @@ class WeightFollower:
 
     async def load(self, order: TransferOrder) -> TransferReport:
         """Load what an operator ordered, by both halves of an update. Raises EngineDead."""
-        async with self.turn.take(f"the load of version {order.version}"):
-            here = self._generation.version
-            if not self.gate.is_open:
-                return TransferReport(ok=False, phase="load", error=f"the engine is {', '.join(self.gate.reasons)}")
-            if not (order.version > here or self.quarantined):  # another version came during the wait for the turn
+        state = self._state
+        async with state.turn.take(f"the load of version {order.version}"):
+            here = state.version
+            if not state.weights.is_open:
+                return TransferReport(ok=False, phase="load", error=f"the engine is {', '.join(state.weights.reasons)}")
+            if not (order.version > here or state.quarantined):  # another version came during the wait for the turn
                 return TransferReport(ok=False, phase="load", error=f"version {here} came first")
             self.catch_up.stop()
             report = await self._prepare(order)
             return await self._commit(order) if report.ok else report
 
-    def mend(self, *, patient: bool = False) -> None:
-        """Let the engine, whose weights are no version, generate nothing until it has a whole one.
-
-        patient: wait as long as it takes. Otherwise the engine is restarted after QUARANTINE_S.
-        """
-        self._quarantine.begin(patient=patient)
-        self._generation.version = 0
-        self.in_service = False
-        self.poke()
-
-    def look_again(self) -> None:
-        """Compare the engine's version with the pool's before it serves again."""
-        self.in_service = False
-        self.poke()
-
-    def mended(self, version: int) -> None:
-        """Note that the engine has a whole version again."""
-        self._generation.version = version
-        self.in_service = True
-        self._quarantine.end()
-
     # --- both halves -----------------------------------------------------------------------------------------------
 
     async def _finish(self, order: TransferOrder, report: TransferReport) -> TransferReport | None:
-        async with self.turn.take(f"the load of version {order.version}"):
-            if not self._may_touch() or self._generation.version >= order.version:
+        async with self._state.turn.take(f"the load of version {order.version}"):
+            if not self._state.takes_weights() or self._state.version >= order.version:
                 return None
             if report.ok:  # what runs crosses it as the trainer wants it
                 report = await self._commit(replace(order, mode=self._budget.usual))
@@ -389,7 +344,7 @@ class WeightFollower:
         self.poke()
 
     def _say_if_it_waits(self, committed: int) -> None:
-        if (has := self._generation.version) < committed and time.monotonic() - self._said > SAY_S:
+        if (has := self._state.version) < committed and time.monotonic() - self._said > SAY_S:
             self._said = time.monotonic()
             log.info("version %s is committed, this worker has %s and tries to get it", committed, has)
 

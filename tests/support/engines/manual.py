@@ -68,14 +68,14 @@ class Bench:
             on_failed=lambda sample, error: pytest.fail(str(error)),
             on_dead=self._died,
         )
-        self.generation.version = 1
+        self.generation.state.version = 1
 
     def _died(self) -> None:
         self.deaths += 1
 
     def switched(self, version: int, counts: dict[str, int], anew: Sequence[str] = ()) -> None:
         self.generation.in_flight.switched(version, counts, anew)
-        self.generation.version = version
+        self.generation.state.version = version
 
     async def run(self, count: int, **fields: Any) -> tuple[list[SampleRun], list[str]]:
         """Samples that run, and their request ids. fields: of their job."""

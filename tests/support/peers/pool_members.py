@@ -105,14 +105,14 @@ async def _work(pipe: Connection, told: dict[str, Any]) -> None:
         elif "leave" in question:
             worker.drain()
         else:
-            follower = worker._follower
+            state = worker._generation.state
             pipe.send(
                 {
                     "id": worker.worker_id if worker.joined.is_set() else "",
-                    "version": worker._generation.version,
-                    "in_service": follower is not None and follower.in_service,
-                    "quarantined": follower is not None and follower.quarantined,
-                    "updating": follower is not None and follower.updating,
+                    "version": state.version,
+                    "in_service": state.in_service,
+                    "quarantined": state.quarantined,
+                    "updating": state.updating,
                     "starts": engine.starts,
                     "holds": fault.holds.is_set() and not fault.free.is_set(),
                     "digests": {name: digest(tensor) for name, tensor in engine.weights.items()},

@@ -145,7 +145,7 @@ async def behind(scene: Scene) -> None:
     running = await scene.worker()
     await looked(running)
     await scene.commit(3, await scene.never_answers())
-    running.worker._follower.look_again()  # type: ignore[union-attr]
+    running.worker._generation.state.doubted()
     await scene.submit()
     await scene.shown("version")
 
@@ -227,7 +227,7 @@ async def draining(scene: Scene) -> None:
 async def quarantined(scene: Scene) -> None:
     running = await scene.worker()
     assert running.worker._follower is not None
-    running.worker._follower.mend(patient=True)
+    running.worker._generation.state.broken(patient=True)
     await scene.submit()
     await scene.shown("quarantine")
 

@@ -67,12 +67,12 @@ async def test_an_update_while_asleep_waits_until_the_weights_are_awake_and_goes
         first, second = orders
         woken = (await control.wake(first, worker_id=running.id)).check()[running.id].result
         assert (woken["intact"], woken["stale"]) == (False, True)
-        await eventually(lambda: running.worker._follower.in_service, what="the sync")
+        await eventually(lambda: running.worker._generation.state.in_service, what="the sync")
         assert running.worker._generation.version == 2
         assert {name: tensor.tolist() for name, tensor in running.engine.weights.items()} == {
             name: tensor.tolist() for name, tensor in WEIGHTS.items()
         }
-        if running.worker._service._sleep.asleep:
+        if running.worker._generation.state.sleep.asleep:
             assert running.worker._generation.running == 0
             woken = (await control.wake(second, worker_id=running.id)).check()[running.id].result
         assert (await control.version(worker_id=running.id)).results[running.id]["asleep"] == []
@@ -101,7 +101,7 @@ async def test_weights_of_nobody_are_had_again_by_a_restart(
 ) -> None:
     """Version 0, which the scripted engine has in no folder, and no trainer."""
     async with worker(redis_db) as running:
-        monkeypatch.setattr("rolloutmq.worker.weights.quarantine.QUARANTINE_S", 0.2)
+        monkeypatch.setattr("rolloutmq.worker.engine_state.QUARANTINE_S", 0.2)
         (await control.sleep(["weights"])).check()
         woken = (await control.wake()).check()[running.id].result
         assert woken["stale"]

@@ -132,8 +132,7 @@ async def test_amid_the_buckets_the_old_weights_serve_on(
 async def test_while_workers_are_waited_for(redis_db: str) -> None:
     """A worker that is alive and does not join: the trainer need not wait for the end of the join timeout."""
     async with worker(redis_db) as running, publisher(redis_db, join_timeout_s=60) as source:
-        assert running.worker._follower is not None
-        running.worker._follower.halt()
+        running.worker._generation.state.frozen.acquire()
         handle = source.publish(1, weights(1).items())
         await eventually(lambda: handle.progress().phase == "announced")
         handle.abort()

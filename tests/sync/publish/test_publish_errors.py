@@ -75,7 +75,7 @@ async def test_an_older_trainers_transfer_is_refused_by_name(redis_db: str, monk
         assert report.state == "failed"
         assert "upgrade trainer and workers together" in report.failures[one.id]
         assert one.engine.weights == {}
-        assert not one.worker._follower.quarantined
+        assert not one.worker._generation.state.quarantined
         report = await publish(source, 2)
         assert (report.state, report.workers) == ("committed", (one.id,))
 

@@ -278,7 +278,7 @@ async def test_the_publisher_dies_after_the_announcement(redis_db: str, ledger: 
             report = await eventually(lambda: reported(ledger, announcement.epoch, running.id))
             assert (report.ok, report.phase, report.intact) == (False, "rendezvous", True)
             assert (SENDER_GONE if listens else "nobody answers at 127.0.0.1:1") in report.error
-            assert not running.worker._follower.updating
+            assert not running.worker._generation.state.updating
             await serve_some(ledger, 1, 0)
             async with publisher(redis_db, join_timeout_s=NEVER_S) as source:
                 assert (await publish(source, 2)).state == "committed"

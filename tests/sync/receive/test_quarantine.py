@@ -29,7 +29,7 @@ class Torn(ScriptedEngine):
 async def no_progress(running: Running, ledger: Ledger) -> None:
     """Quarantined: it takes no job, and what it holds does not run."""
     assert running.worker._follower is not None
-    assert running.worker._follower.quarantined
+    assert running.worker._generation.state.quarantined
     assert running.worker._status().state == "syncing"
     assert running.worker._room() == 0
     assert running.worker._generation.gate.reasons == ["quarantine"]
@@ -70,7 +70,7 @@ async def test_a_quarantine_that_nobody_mends_ends_with_a_restart(
 ) -> None:
     async with worker(redis_db, engine=Torn()) as running, publisher(redis_db) as source:
         assert running.worker._follower is not None
-        monkeypatch.setattr("rolloutmq.worker.weights.quarantine.QUARANTINE_S", 0.5)
+        monkeypatch.setattr("rolloutmq.worker.engine_state.QUARANTINE_S", 0.5)
         report = await publish(source, 1)
         assert report.failures == {running.id: "load: CUDA error"}
         await no_progress(running, ledger)

@@ -93,7 +93,7 @@ async def test_what_is_just_being_claimed_or_published_is_handed_back_too(
             running.worker._generation.end([next(iter(running.worker._generation.in_flight.running.values()))])
         await begun.wait()
         asked = asyncio.create_task(control.pause("abort", hand_back=True))
-        await eventually(lambda: running.worker._service.paused)
+        await eventually(lambda: running.worker._generation.state.paused)
         go_on.set()
         (await asked).check()
         assert len(running.worker._held) == 0
@@ -249,7 +249,7 @@ async def test_the_models_own_weights_do_not_serve_a_pool_that_has_newer_ones(
         (await control.sleep(["weights"])).check()
         woken = (await control.wake()).check()[running.id].result
         assert (woken["stale"], running.engine.weights["first"].tolist()) == (False, list(range(10)))
-        assert not running.worker._follower.in_service
+        assert not running.worker._generation.state.in_service
         assert running.worker._status().state == "syncing"
 
 
@@ -290,7 +290,7 @@ async def test_an_engine_that_dies_frozen_or_asleep_comes_up_awake_and_a_pause_s
         jobs = await busy(broker, running)
         (await (control.pause("in_place") if state == "in_place" else control.sleep())).check()
         running.engine.kill()
-        await eventually(lambda: running.engine.starts == 2 and not running.worker._keeper.dead.is_set())
+        await eventually(lambda: running.engine.starts == 2 and not running.worker._generation.state.dead.is_set())
         told = (await control.version()).results[running.id]
         assert (told["asleep"], told["holds"]) == ([], [])
         assert told["paused"] == ("abort" if state == "in_place" else "")

@@ -64,7 +64,7 @@ async def test_it_serves_the_newest_version_and_no_other(
 async def test_without_anybody_who_has_the_version_it_reads_the_checkpoint_after_all(
     redis_db: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rolloutmq.worker.weights.quarantine.QUARANTINE_S", 0.05)
+    monkeypatch.setattr("rolloutmq.worker.engine_state.QUARANTINE_S", 0.05)
     engine = Watched()
     async with worker(redis_db):
         await publish_and_leave(redis_db, 1)
@@ -83,7 +83,7 @@ async def test_without_anybody_who_has_the_version_it_reads_the_checkpoint_after
 async def test_a_ledger_that_forgets_the_version_does_not_let_random_weights_serve(
     redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rolloutmq.worker.weights.quarantine.QUARANTINE_S", 0.05)
+    monkeypatch.setattr("rolloutmq.worker.engine_state.QUARANTINE_S", 0.05)
     engine = Watched()
     async with worker(redis_db):
         await publish_and_leave(redis_db, 1)

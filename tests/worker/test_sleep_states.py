@@ -9,7 +9,7 @@ import pytest
 
 from rolloutmq.messages.errors import RequestRefused
 from rolloutmq.messages.model.command_params import MEMORY_TAGS, MemoryTag
-from rolloutmq.worker.commands.sleep_states import SleepState
+from rolloutmq.worker.sleep_states import SleepState
 
 SETS = [frozenset(some) for some in chain.from_iterable(combinations(MEMORY_TAGS, n) for n in range(4))]
 STATES = [SleepState(asleep, stale) for asleep in SETS for stale in (False, True)]

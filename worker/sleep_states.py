@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...messages.errors import RequestRefused
-from ...messages.model import MEMORY_TAGS, MemoryTag
+from ..messages.errors import RequestRefused
+from ..messages.model import MEMORY_TAGS, MemoryTag
 
 
 @dataclass(frozen=True, slots=True)
