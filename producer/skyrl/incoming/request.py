@@ -13,7 +13,6 @@ from ....messages.errors import InvalidField
 Way = Literal["tensors", "ipc", "broadcast"]
 _ALIASES = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "fp32": "float32", "float": "float32"}
 _KEYS = frozenset({"names", "dtypes", "shapes", "sizes", "extras", "packed", "tensors", "ipc_handles"})
-_SINGLE = {"name": "names", "dtype": "dtypes", "shape": "shapes", "tensor": "tensors", "extra": "extras"}
 
 
 class NamedWeightsUpdateRequest(TypedDict):
@@ -67,7 +66,7 @@ def read_adapter_request(request: Any) -> tuple[str, str] | None:
 
 
 def read_update(request: Any) -> Update:
-    """Read a NamedWeightsUpdateRequest, the older form for one tensor, or a dataclass of newer SkyRL.
+    """Read a NamedWeightsUpdateRequest, or a dataclass of newer SkyRL.
 
     Raises InvalidField, which names the key.
     """
@@ -102,11 +101,6 @@ def _mapping(request: Any) -> dict[str, Any]:
         raw = dict(request)
     else:
         raise InvalidField("request", request, "a mapping with names, dtypes and shapes, or a dataclass with them")
-    if "name" in raw:  # the older form
-        extra = raw.pop("extras", None)
-        raw = {_SINGLE.get(key, key): [value] for key, value in raw.items() if value is not None}
-        if extra:
-            raw["extras"] = [extra]
     if strange := sorted(map(str, raw.keys() - _KEYS)):
         raise InvalidField(strange[0], raw[strange[0]], f"one of {', '.join(sorted(_KEYS))}")
     return raw

@@ -19,7 +19,7 @@ from support.pools.skyrl_trainer import NAMES, weights
 
 from rolloutmq.messages import GenerateJob, InvalidField, LogprobOptions, RolloutResult, Segment
 from rolloutmq.messages.errors import FeatureUnavailable, RedisUnavailable, RolloutMQError
-from rolloutmq.producer.skyrl import MemoryTag, SkyRLEngine, group_outputs_by_prompt
+from rolloutmq.producer.skyrl import SkyRLEngine, group_outputs_by_prompt
 from rolloutmq.producer.skyrl.outputs import output_of
 from rolloutmq.producer.skyrl.requests import Wishes, sampling_fields
 from rolloutmq.producer.skyrl.texts import Texts
@@ -193,7 +193,7 @@ async def test_facts_for_the_present_interface(redis_db: str) -> None:
         async with worker(redis_db), worker(redis_db):
             await joined(it, 2)
             assert await it.get_world_size() == (2, 1)
-            assert it.model_name == (await it.workers())[0].model
+            assert it.model_name == (await (await it.client()).workers())[0].model
 
 
 class Templated(Numbers):
@@ -238,9 +238,9 @@ async def test_sleep_waits_for_requests_that_end(redis_db: str) -> None:
         for options, reason in (({"drain_timeout": 60.0}, "length"), ({"abort_first": True}, "abort")):
             task = asyncio.create_task(it.generate(endless))
             await eventually(lambda: running.engine._running)
-            await it.sleep(tags=[MemoryTag.KV_CACHE], timeout=10.0, drain_timeout=0.01)
+            await it.sleep(tags=["kv_cache"], timeout=10.0, drain_timeout=0.01)
             assert it._calls.under_way  # it goes on after wake_up
-            await it.wake_up(tags=MemoryTag.KV_CACHE, timeout=10.0)
+            await it.wake_up(tags="kv_cache", timeout=10.0)
             await eventually(lambda: running.engine._running)
             if reason == "length":
                 asyncio.get_running_loop().call_later(0.2, hurry, running)

@@ -149,7 +149,7 @@ async def test_a_trainers_broadcasts_reach_every_worker_as_one_version(
                 elif form == "positional":
                     await it.update_named_weights(announced((name,)))
                 else:
-                    await it.update_named_weight({"name": name, "dtype": "bfloat16", "shape": SHAPES[name]})
+                    await it.update_named_weights({"names": [name], "dtypes": ["bfloat16"], "shapes": [SHAPES[name]]})
             await source.hear("sent")
             assert await it.get_weight_version() == str(seed - 1)  # nothing is announced before the sync ends
             await it.reset_prefix_cache()
@@ -316,13 +316,12 @@ async def test_a_group_of_that_name_is_there(redis_db: str, source: Trainer) -> 
 async def test_overlapped(redis_db: str) -> None:
     scripted = ScriptedEngine(tokens_per_s=200)
     async with worker(redis_db, engine=scripted) as running, engine(redis_db) as it:
-        assert it.supports_overlapped_weight_sync()
         sampling = {"max_tokens": 10_000}  # they run until `hurry`
         task = asyncio.create_task(it.generate({"prompt_token_ids": [[1]] * 4, "sampling_params": sampling}))
         await eventually(lambda: len(scripted._running) == 4)
         handle = await it.start_weight_transfer(request(1))
         assert (handle.is_complete, handle.error) == (False, None)
-        assert await it.finish_weight_transfer(handle, flush_cache=False) == "1"
+        assert await it.finish_weight_transfer(handle) == "1"
         assert (handle.is_complete, handle.error) == (True, None)
         assert await it.overlapped_weight_sync(request(2)) == "2"
         hurry(running)
