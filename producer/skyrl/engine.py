@@ -12,7 +12,7 @@ from .core import EngineCore, register
 from .extras import Extras
 from .generation import Generation, checked_mode
 from .outputs import InferenceEngineOutput, StreamingChunk
-from .requests import InferenceEngineInput
+from .requests import InferenceEngineInput, session_name
 from .sessions import Sessions
 from .tasks import Tasks
 from .weights import WeightSync, WeightTransferHandle, remote_version
@@ -71,7 +71,7 @@ class SkyRLEngine(Sessions, Tasks, Extras):
             device=receiver_device,
             timeout_s=weights_timeout_s,
         )
-        self._generation = Generation(self._core, self._calls, self._control, self._weights)
+        self._generation = Generation(self._core, self._calls, self._weights)
         self._sessions = {}
         register(type(self))
 
@@ -130,18 +130,26 @@ class SkyRLEngine(Sessions, Tasks, Extras):
         mode: "abort" does the same as `abort_generation`. "in_place" (or "keep") halts all workers; their requests go
         on later. "retract" also drops the KV cache of these requests; workers compute it again afterwards. The default
         is the engine's `pause_mode`. Raises InvalidField, and the error of a worker that cannot halt."""
-        await self._generation.pause(self._pause_mode if mode is None else checked_mode(mode))
+        mode = self._pause_mode if mode is None else checked_mode(mode)
+        await self._calls.set_paused(True)
+        await (self._control.end_calls() if mode == "abort" else self._control.halt(mode))
 
     async def continue_generation(self) -> None:
         """Publish weights that were received meanwhile, then let workers and waiting requests go on."""
-        await self._generation.resume()
+        await self._core.client()
+        if self._control.halted == "in_place":  # a halted engine takes no weights; running samples cross the update
+            await self._control.resume()
+        await self._weights.end_sync()
+        await self._control.resume()
+        await self._calls.set_paused(False)
 
     resume_generation = continue_generation
     """SkyRL's present name of it."""
 
     async def finish_session(self, session_id: str) -> None:
         """A trajectory has ended: no worker is preferred for its session id any more. Unknown ids are ignored."""
-        self._generation.forget(session_id)
+        for name in {session_name(session_id), str(session_id)}:
+            self._generation.worker_of.pop(name, None)
 
     async def init_weight_update_communicator(  # noqa: PLR0917 – SkyRL's signature
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,15 @@ import torch
 from safetensors.torch import save_file
 from support.pools.pool import eventually, worker
 from support.pools.skyrl import check_output, engine, joined
-from support.pools.skyrl_trainer import NAMES, weights
+from support.pools.skyrl_trainer import NAMES, adapter, request, weights
 
 from rolloutmq.messages import Broker, InvalidField
 from rolloutmq.messages.errors import FeatureUnavailable, RequestRefused, RolloutMQError
 from rolloutmq.producer.inbox import features
-from rolloutmq.producer.skyrl import IncompleteWeights, SkyRLEngine, extras
+from rolloutmq.producer.skyrl import IncompleteWeights, extras
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 PROMPT: Any = {"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": 3}}
-
-
-async def sync(it: SkyRLEngine, seed: int) -> None:
-    tensors = weights(seed)
-    await it.update_named_weights({"names": list(NAMES), "tensors": [tensors[name] for name in NAMES]})
 
 
 async def test_workers_are_read_again_only_when_one_has_come_or_gone(
@@ -66,7 +60,7 @@ async def test_a_colocated_trainers_step(redis_db: str) -> None:
             assert one.engine.ops.asleep == two.engine.ops.asleep == {"weights", "kv_cache", "cuda_graph"}
             await it.wake_up(tags=["weights"])
             assert one.engine.ops.asleep == {"kv_cache", "cuda_graph"}
-            await sync(it, version)
+            await it.update_named_weights(request(version))
             await it.wake_up(tags=["kv_cache", "cuda_graph"])
             assert not one.engine.ops.asleep
             assert not two.engine.ops.asleep
@@ -80,14 +74,14 @@ async def test_waking_everything_with_weights_that_came_meanwhile(redis_db: str)
         await joined(it)
         for _ in range(2):
             await it.sleep()
-        await sync(it, 1)
+        await it.update_named_weights(request(1))
         for _ in range(2):
             await it.wake_up()
         assert not running.engine.ops.asleep
         assert (await it.generate(PROMPT))["weight_version"] == "1"
         await it.sleep(tags=["weights"])
         assert running.engine.ops.asleep == {"weights"}
-        await sync(it, 2)
+        await it.update_named_weights(request(2))
         await it.wake_up(tags=["weights"])
         assert (await it.generate(PROMPT))["weight_version"] == "2"
 
@@ -115,7 +109,7 @@ async def test_caches(redis_db: str) -> None:
 async def test_integrity(redis_db: str) -> None:
     async with worker(redis_db) as one, worker(redis_db) as two, engine(redis_db) as it:
         await joined(it, 2)
-        await sync(it, 1)
+        await it.update_named_weights(request(1))
         await it.continue_generation()
         valid = await it.validate_weights()
         assert (valid["valid"], valid["version"], valid["nonfinite"]) == (True, "1", [])
@@ -134,7 +128,7 @@ async def test_saving(redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(extras, "SAVE_FOLDER", tmp_path / "kept")
     async with worker(redis_db), worker(redis_db), engine(redis_db) as it:
         await joined(it, 2)
-        await sync(it, 1)
+        await it.update_named_weights(request(1))
         await it.continue_generation()
         assert await it.save_remote_model(str(tmp_path / "far"), storage_type="file")
         assert list((tmp_path / "far").rglob("*.safetensors"))
@@ -183,7 +177,7 @@ async def test_pausing_in_place_and_retracting(redis_db: str) -> None:
             later = asyncio.create_task(it.generate(PROMPT))
             await eventually(lambda: len(it._calls.under_way) == 2)
             assert not running.done()
-            await sync(it, 1)
+            await it.update_named_weights(request(1))
             await it.continue_generation()
             outputs = await asyncio.gather(running, later)
             for output, prompts in zip(outputs, ([1, 1], [1]), strict=True):
@@ -199,12 +193,12 @@ async def test_a_sync_that_fails_leaves_a_paused_pool_paused(redis_db: str) -> N
     scripted = ScriptedEngine()
     async with worker(redis_db, engine=scripted), engine(redis_db) as it:
         await joined(it)
-        await sync(it, 1)
+        await it.update_named_weights(request(1))
         await it.pause_generation("in_place")
         await it.update_weight_version(3)  # which an engine that is frozen cannot take: it goes on for that moment
         assert scripted.ops.frozen
         assert await it.get_weight_version() == "3"
-        await it.update_named_weights({"names": [NAMES[0]], "tensors": [weights(2)[NAMES[0]]]})
+        await it.update_named_weights(request(2, NAMES[:1]))
         with pytest.raises(IncompleteWeights):
             await it.update_weight_version(4)
         assert scripted.ops.frozen
@@ -264,14 +258,9 @@ async def test_decoding(redis_db: str) -> None:
 
 
 async def test_adapters(redis_db: str, tmp_path: Path) -> None:
-    layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {f"{layer}.lora_A.weight": torch.ones(4, 32), f"{layer}.lora_B.weight": torch.ones(48, 4)}
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     async with worker(redis_db, engine=ScriptedEngine(lora=True)) as running, engine(redis_db) as it:
         await joined(it)
-        await it.load_lora_adapter("math", str(tmp_path))
+        await it.load_lora_adapter("math", adapter(tmp_path))
         assert ("math", 1) in running.engine.loaded
         output = await it.generate({**PROMPT, "sampling_params": {"max_tokens": 3, "lora": "math"}})
         check_output(output, [1], adapter="math@1")
@@ -284,14 +273,12 @@ async def test_weights_that_a_halted_pool_cannot_take_are_refused_at_once(
     redis_db: str, tmp_path: Path, way: str
 ) -> None:
     save_file(weights(1), tmp_path / "model.safetensors")
-    request = (
-        str(tmp_path) if way == "load_weights_from_disk" else {"names": NAMES, "tensors": list(weights(1).values())}
-    )
+    given = str(tmp_path) if way == "load_weights_from_disk" else request(1)
     async with worker(redis_db, engine=ScriptedEngine()) as running, engine(redis_db) as it:
         await joined(it)
         await it.pause_generation("in_place")
         with pytest.raises(RequestRefused, match="halted in place"):
-            await getattr(it, way)(request)
+            await getattr(it, way)(given)
         assert running.engine.ops.frozen
         await it.continue_generation()
-        await getattr(it, way)(request)
+        await getattr(it, way)(given)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 from support.pools.commanded import hurry
 from support.pools.pool import eventually, worker
 from support.pools.skyrl import Numbers, check_output, engine, joined
-from support.pools.skyrl_trainer import NAMES, weights
+from support.pools.skyrl_trainer import adapter, request
 
 from rolloutmq.messages import GenerateJob, InvalidField, LogprobOptions, RolloutResult, Segment
 from rolloutmq.messages.errors import FeatureUnavailable, RedisUnavailable, RolloutMQError
@@ -48,15 +45,6 @@ class NamedLoraLoadRequest:
     shapes: list[list[int]] = field(default_factory=list)
     lora_path: str = ""
     lora_name: str = ""
-
-
-def adapter(folder: Path) -> str:
-    layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {f"{layer}.lora_A.weight": torch.ones(4, 32), f"{layer}.lora_B.weight": torch.ones(48, 4)}
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 async def test_an_adapter_that_the_trainer_sends_is_sampled_with(redis_db: str, tmp_path: Path) -> None:
@@ -104,9 +92,8 @@ async def test_a_wrong_adapter_is_named(redis_db: str, wrong: dict[str, Any]) ->
 
 
 async def test_versions_with_names(redis_db: str) -> None:
-    update = {"names": list(NAMES), "tensors": list(weights(1).values())}
     async with worker(redis_db), engine(redis_db) as it:
-        await it.update_named_weights(update)
+        await it.update_named_weights(request(1))
         await it.update_weight_version("step_100")
         await it.update_weight_version("step_100")  # it is
         assert await it.get_weight_version() == "step_100"
@@ -118,11 +105,11 @@ async def test_versions_with_names(redis_db: str) -> None:
         with pytest.raises(InvalidField, match="expected_version="):
             await it.check_weight_sync_integrity("step_99")
         await it.update_weight_version("step_200")  # the next sync
-        await it.update_named_weights(update)
+        await it.update_named_weights(request(1))
         assert (await it.generate(PROMPT))["weight_version"] == "step_200"
         with pytest.raises(InvalidField, match="new_version="):
             await it.update_weight_version("step_100")
-        await it.update_named_weights(update)
+        await it.update_named_weights(request(1))
         assert (await it.generate(PROMPT))["weight_version"] == "3"
         assert await SkyRLEngine.get_remote_weight_version(redis_db) == "3"
     with pytest.raises(RedisUnavailable):

@@ -18,7 +18,7 @@ from support.pools import skyrl_trainer
 from support.pools.commanded import hurry
 from support.pools.pool import Running, eventually, worker
 from support.pools.skyrl import check_output, engine, joined
-from support.pools.skyrl_trainer import NAMES, SHAPES, weights
+from support.pools.skyrl_trainer import NAMES, SHAPES, request, weights
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import InvalidField
@@ -27,17 +27,6 @@ from rolloutmq.producer.skyrl import IncompleteWeights, SkyRLEngine
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 PROMPT: Any = {"prompt_token_ids": [[1, 2]], "sampling_params": {"max_tokens": 4}}
-
-
-def request(seed: int, names: tuple[str, ...] = NAMES) -> dict[str, Any]:
-    """With the tensors themselves."""
-    tensors = weights(seed)
-    return {
-        "names": list(names),
-        "dtypes": ["torch.bfloat16"] * len(names),
-        "shapes": [SHAPES[name] for name in names],
-        "tensors": [tensors[name] for name in names],
-    }
 
 
 def announced(names: tuple[str, ...] = NAMES) -> dict[str, Any]:
@@ -237,7 +226,7 @@ async def test_the_models_checkpoint_says_what_the_first_version_has(redis_db: s
         await it.update_named_weights(request(1, NAMES[:2]))
         with pytest.raises(IncompleteWeights, match="lm_head"):
             await it.reset_prefix_cache()
-        await it.update_named_weights({"names": ["strange", *NAMES], "tensors": [torch.ones(2), *weights(1).values()]})
+        await it.update_named_weights(request(1, strange=torch.ones(2)))
         with pytest.raises(WeightSyncError, match="strange"):
             await it.reset_prefix_cache()
         assert await it.get_weight_version() == "0"
