@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.pools.commanded import hurry
 from support.pools.pool import eventually, worker
 from support.pools.skyrl import check_output, engine, joined
 from support.pools.skyrl_trainer import NAMES, adapter, request, weights
@@ -165,10 +166,11 @@ async def test_a_pool_without_workers(redis_db: str) -> None:
 
 async def test_pausing_in_place_and_retracting(redis_db: str) -> None:
     scripted = ScriptedEngine(tokens_per_s=200)
-    async with worker(redis_db, engine=scripted), engine(redis_db) as it:
+    async with worker(redis_db, engine=scripted) as one, engine(redis_db) as it:
         for mode in ("in_place", "retract"):
+            scripted.tokens_per_s = 200
             running = asyncio.create_task(
-                it.generate({"prompt_token_ids": [[1]] * 2, "sampling_params": {"max_tokens": 100}})
+                it.generate({"prompt_token_ids": [[1]] * 2, "sampling_params": {"max_tokens": 10_000}})
             )
             await eventually(lambda: len(scripted._running) == 2)
             await eventually(lambda: all(scripted._sampled(name) > 1 for name in scripted._running))
@@ -179,6 +181,7 @@ async def test_pausing_in_place_and_retracting(redis_db: str) -> None:
             assert not running.done()
             await it.update_named_weights(request(1))
             await it.continue_generation()
+            hurry(one)
             outputs = await asyncio.gather(running, later)
             for output, prompts in zip(outputs, ([1, 1], [1]), strict=True):
                 check_output(output, prompts)

@@ -30,7 +30,12 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 def request(seed: int, names: tuple[str, ...] = NAMES, **more: torch.Tensor) -> dict[str, Any]:
     """A request with the tensors themselves."""
     tensors = {name: weights(seed)[name] for name in names} | more
-    return {"names": list(tensors), "tensors": list(tensors.values())}
+    return {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype) for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "tensors": list(tensors.values()),
+    }
 
 
 def adapter(folder: Path) -> str:
