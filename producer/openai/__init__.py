@@ -7,24 +7,21 @@
 `stream_chunks(request, deltas, decode)` answers a body with `stream`. `error_of` makes the answer for an error.
 """
 
-from .chunks import Chunks, GrowingText, stream_chunks
-from .errors import error_dict, error_of, is_error
-from .logprobs import bytes_reader
+from .chunks import GrowingText, stream_chunks
+from .errors import error_of
+from .logprobs import Tokens, bytes_reader
 from .request import Request, chat_request, completion_request
-from .response import response, usage, version_spans
+from .response import response, version_spans
 
 __all__ = [
-    "Chunks",
     "GrowingText",
     "Request",
+    "Tokens",
     "bytes_reader",
     "chat_request",
     "completion_request",
-    "error_dict",
     "error_of",
-    "is_error",
     "response",
     "stream_chunks",
-    "usage",
     "version_spans",
 ]

@@ -46,11 +46,6 @@ def error_of(error: RolloutMQError) -> dict[str, Any]:
     return error_dict(str(error), code, kind, param or None)
 
 
-def is_error(body: dict[str, Any]) -> bool:
-    """Whether a body is an error instead of an answer."""
-    return "error" in body
-
-
 def _of_failure(error: JobFailed) -> dict[str, Any]:
     failure = error.failure
     text = str(error)

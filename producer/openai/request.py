@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from ...messages.dialects import job_fields
+from ...messages.dialects import collect, job_fields
 from ...messages.errors import InvalidField
-from ...messages.model import ChatMessage, GenerateJob, LogprobOptions, SamplingParams
+from ...messages.model import GRAMMARS, ChatMessage, GenerateJob, LogprobOptions, SamplingParams
 from ..data import from_openai
 from .tools import Tools, read_tools
 
@@ -164,8 +164,8 @@ def _fields(body: Mapping[str, Any], kind: Kind, defaults: Mapping[str, Any] | N
     many = top if kind == "chat" else logprobs
     if isinstance(many, int) and not isinstance(many, bool) and not 0 <= many <= MAX_TOP[kind]:
         raise InvalidField("top_logprobs" if kind == "chat" else "logprobs", many, f"from 0 to {MAX_TOP[kind]}")
-    names = _same_meaning(said)
-    quiet = {name: value for name, value in (defaults or {}).items() if not names & _same_meaning([name])}
+    taken = _subjects(said)
+    quiet = {name: value for name, value in (defaults or {}).items() if not taken & _subjects({name: value})}
     fields = job_fields({**quiet, **said}, "openai")
     fields.pop("stream", None)
     if logprobs is None or logprobs is False:
@@ -187,25 +187,13 @@ def _log_ignored(name: str) -> None:
     log.warning("%s in a request's body is ignored: %s", name, WITHOUT_EFFECT[name])
 
 
-_SYNONYMS = (
-    frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens", "max_generate_length", "response_length"}),
-    frozenset({"min_tokens", "min_new_tokens"}),
-    frozenset({"seed", "sampling_seed"}),
-    frozenset({"lora", "lora_name", "lora_path"}),
-    frozenset({"stop", "stop_strings", "stop_sequences"}),
-    frozenset({"n", "num_return_sequences", "n_samples_per_prompt"}),
-    frozenset({"logprobs", "top_logprobs", "return_logprob"}),
-    frozenset({"response_format", "json_schema", "regex", "ebnf", "guided_json", "guided_regex", "structured_outputs"}),
-)
+_SUBJECTS = {f"sampling.{name}": "grammar" for name in GRAMMARS} | {"logprobs.top": "logprobs.sampled"}
 
 
-def _same_meaning(names: Any) -> set[str]:
-    """These names and their synonyms: a default gives way to a field of the body with the same meaning."""
-    found = set(names)
-    for group in _SYNONYMS:
-        if group & found:
-            found |= group
-    return found
+def _subjects(params: Mapping[str, Any]) -> set[str]:
+    """What parameters are about: a default gives way to what the body says about the same, by whatever name."""
+    found = {_SUBJECTS.get(path, path) for path in collect(params, "openai").fields}
+    return (found | {"grammar"} if "response_format" in params else found) - {"logit_processors"}
 
 
 def _rendering(body: Mapping[str, Any]) -> dict[str, Any]:

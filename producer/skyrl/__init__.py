@@ -1,6 +1,5 @@
 """A pool as SkyRL's inference engine; see docs/skyrl.md."""
 
-from .control import MemoryTag
 from .engine import SkyRLEngine
 from .incoming import IncompleteWeights, NamedWeightsUpdateRequest
 from .outputs import InferenceEngineOutput, StreamingChunk, VersionSpan, group_outputs_by_prompt
@@ -11,7 +10,6 @@ __all__ = [
     "IncompleteWeights",
     "InferenceEngineInput",
     "InferenceEngineOutput",
-    "MemoryTag",
     "NamedWeightsUpdateRequest",
     "SkyRLEngine",
     "StreamingChunk",

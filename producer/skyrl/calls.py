@@ -191,16 +191,16 @@ class Calls:
             self.paused = paused
             self._changed.notify_all()
 
-    async def stop_all(self) -> int:
-        """End every call with the samples that it has. Returns how many jobs the pool was told to stop."""
+    async def stop_all(self) -> None:
+        """End every call with the samples that it has."""
         client = await self._core.client()
         async with self._changed:
             calls = list(self.under_way)
             for call in calls:
                 call.stopped = True
             self._changed.notify_all()
-        jobs = [job for call in calls for job in call.open]
-        return await client.stop(jobs) if jobs else 0
+        if jobs := [job for call in calls for job in call.open]:
+            await client.stop(jobs)
 
 
 def _left(deadline: float | None) -> float | None:

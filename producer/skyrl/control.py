@@ -1,14 +1,9 @@
-"""The engine's commands and questions to the workers: halts, memory, caches, saving, audits and facts."""
+"""The engine's commands to the workers: halts, memory and caches."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import dataclasses
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from enum import StrEnum
-from pathlib import PurePosixPath
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from ...messages import errors
@@ -21,24 +16,11 @@ from ...messages.errors import (
     WaitTimeout,
 )
 from ...messages.model import MEMORY_TAGS
-from ..control import NO_ANSWER, Answer, Answers, PoolAudit
+from ..control import NO_ANSWER, Answer, Answers
 from .calls import Calls
-from .core import NOBODY, EngineCore, positive_seconds
-
-
-class MemoryTag(StrEnum):
-    """What `sleep` and `wake_up` release and take back. Their text does as well."""
-
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
-    CUDA_GRAPH = "cuda_graph"
-
+from .core import EngineCore, positive_seconds
 
 COMMAND_S = 120.0
-SAVE_S = 3600.0
-SAVE_FOLDER = PurePosixPath("/var/tmp")
-"""The folder on a worker's host for files that the worker uploads."""
-FIELDS = ("worker_id", "host", "state", "version", "model", "engine", "device", "tp_size", "max_running", "running")
 _CANNOT = frozenset({"RequestRefused", "UnknownAction"})
 
 
@@ -64,9 +46,9 @@ class WorkerControl:
         command that a worker cannot do, and WaitTimeout if a living worker did not answer.
         """
         client = await self._core.client()
-        return await self._done(await client.control.send(action, params, worker_id=worker_id, timeout=timeout_s))
+        return await self.done(await client.control.send(action, params, worker_id=worker_id, timeout=timeout_s))
 
-    async def _done(self, answers: Answers) -> dict[str, dict[str, Any]]:
+    async def done(self, answers: Answers) -> dict[str, dict[str, Any]]:
         """The results of the workers that executed the command. Raises as `ask` does."""
         silent = [one for one in answers.failed if one.kind == NO_ANSWER]
         alive = {worker.worker_id for worker in await self._core.workers()} if silent else set()
@@ -74,24 +56,6 @@ class WorkerControl:
             if one not in silent or one.worker_id in alive:
                 raise _error(answers.action, one)
         return {worker: dict(result) for worker, result in answers.results.items()}
-
-    async def _audit(self, method: str, names: int) -> tuple[PoolAudit, dict[str, dict[str, Any]]]:
-        """An audit for a method of SkyRL's, and each worker's finding. names: most names of tensors in a finding."""
-        client = await self._core.client()
-        audit = await client.control.audit(names=names, timeout=COMMAND_S)
-        return audit, _some(method, await self._done(audit.answers))
-
-    async def _ask_one(self, action: str, params: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer of the least busy serving worker. Raises RolloutMQError if there is none; otherwise as `ask`."""
-        workers = await self._core.workers()
-        serving = [worker for worker in workers if worker.state == "serving"] or workers
-        if not serving:
-            raise RolloutMQError(f"{action}: {NOBODY}")
-        chosen = min(serving, key=lambda worker: (worker.running, worker.worker_id)).worker_id
-        answers = await self.ask(action, params, worker_id=chosen, timeout_s=timeout_s)
-        if chosen not in answers:
-            raise EngineError(f"{action}: worker {chosen} has left")
-        return answers[chosen]
 
     # --- halting ---------------------------------------------------------------------------------------------------
 
@@ -177,85 +141,6 @@ class WorkerControl:
         if not self.asleep:
             await self.ask("flush_cache")
 
-    async def clear_storage(self) -> bool:
-        return bool(await self.ask("clear_storage"))
-
-    # --- saving and profiling --------------------------------------------------------------------------------------
-
-    async def save_sharded(self, path: str, pattern: str | None, max_size: int | None) -> bool:
-        for name, value in (("pattern", pattern), ("max_size", max_size)):
-            if value is not None:
-                raise InvalidField(name, value, "None: files are named and cut as SGLang does by default")
-        await self._ask_one("save", {"path": path, "format": "sharded"}, SAVE_S)
-        return True
-
-    async def save_remote(self, remote_path: str, storage_type: str) -> bool:
-        behind = remote_path if storage_type == "file" else remote_path.lstrip("/")
-        url = remote_path if "://" in remote_path else f"{storage_type}://{behind}"
-        if not url.startswith(f"{storage_type}://"):
-            raise InvalidField("storage_type", storage_type, f"{url.partition('://')[0]!r}, as the URL has it")
-        folder = SAVE_FOLDER / f"rolloutmq-save-{secrets.token_hex(8)}"
-        await self._ask_one("save", {"path": str(folder), "upload": url}, SAVE_S)
-        return True
-
-    async def start_profile(self) -> bool:
-        return bool(_some("start_profile", await self.ask("start_profile")))
-
-    # --- facts -----------------------------------------------------------------------------------------------------
-
-    async def server_info(self) -> dict[str, Any]:
-        client = await self._core.client()
-        workers, load = await asyncio.gather(self._core.workers(), client.load())
-        return {
-            "pool": self._core.pool,
-            "workers": [
-                {name: getattr(one, name) for name in FIELDS} | {"features": list(one.features)} for one in workers
-            ],
-            "weight_version": self._core.versions.text(max((worker.version for worker in workers), default=0)),
-            "load": dataclasses.asdict(load),
-        }
-
-    async def validate(self, weight_names: Iterable[str] | None, check_nan: bool, check_inf: bool) -> dict[str, Any]:
-        if check_nan != check_inf:
-            raise InvalidField("check_inf", check_inf, f"{check_nan}, as check_nan: both are looked for at once")
-        if isinstance(weight_names, str):
-            raise InvalidField("weight_names", weight_names, "names, or None")
-        audit, answers = await self._audit("validate_weights", 10_000)
-        kinds = ("nonfinite", "zero", "wrong")
-        found = {kind: sorted({name for one in answers.values() for name in one.get(kind, ())}) for kind in kinds}
-        bad = found["wrong"] + found["zero"] + (found["nonfinite"] if check_nan else [])
-        version = self._core.versions.text(max(audit.versions.values()))
-        return {"valid": not bad, "version": version, **found, "workers": answers}
-
-    async def compare(self, expected_version: str | int | None) -> dict[str, Any]:
-        names = self._core.versions
-        expected = names.text(names.number("expected_version", expected_version)[0])
-        audit, answers = await self._audit("check_weight_sync_integrity", 20)
-        versions = {worker: names.text(version) for worker, version in audit.versions.items()}
-        wrong = {worker: list(one["wrong"]) for worker, one in answers.items() if one.get("wrong")}
-        return {
-            "consistent": set(versions.values()) == {expected} and not wrong and not audit.apart,
-            "expected_version": expected,
-            "versions": versions,
-            "fingerprints": {worker: str(one["fingerprint"]) for worker, one in answers.items()},
-            "wrong": wrong,
-        }
-
-    async def world_size(self) -> tuple[int, int]:
-        """The GPUs (or CPU ranks) of all workers' engines, and of one. Raises RolloutMQError as `size` does."""
-        workers = await self._core.workers()
-        each = [worker.tp_size for worker in workers]
-        if len(set(each)) != 1:
-            raise RolloutMQError("get_world_size: " + (f"workers differ: {sorted(set(each))}" if each else NOBODY))
-        return sum(each), each[0]
-
-    def size(self, name: str) -> int:
-        """The parallel size of all workers. Raises RolloutMQError if there is no worker, or if they differ."""
-        sizes = {int(getattr(worker, name, 1)) for worker in self._core.workers_now()}
-        if len(sizes) != 1:
-            raise RolloutMQError(f"{name}: " + (f"workers differ: {sorted(sizes)}" if sizes else NOBODY))
-        return sizes.pop()
-
 
 def memory_tags(args: Sequence[Any], tags: Any, kwargs: dict[str, Any]) -> list[str]:
     """The memory tags in the arguments of `sleep` or `wake_up`, in any of SkyRL's forms. Raises InvalidField."""
@@ -268,13 +153,6 @@ def memory_tags(args: Sequence[Any], tags: Any, kwargs: dict[str, Any]) -> list[
         if tag not in MEMORY_TAGS:
             raise InvalidField("tags", tag, f"some of {', '.join(MEMORY_TAGS)}, or none for all")
     return found
-
-
-def _some(method: str, answers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The answers. Raises RolloutMQError if there are none."""
-    if not answers:
-        raise RolloutMQError(f"{method}: {NOBODY}")
-    return answers
 
 
 def _error(action: str, answer: Answer) -> RolloutMQError:

@@ -142,17 +142,6 @@ class EngineCore:
         engines = ", ".join(sorted({worker.engine for worker in workers}))
         return FeatureUnavailable(feature, None, f"nothing: no worker of this pool honours it ({engines})")
 
-    def model_now(self) -> str:
-        """The model that all workers serve, as far as `workers_now` knows. Raises RolloutMQError without one."""
-        models = {worker.model for worker in self.workers_now()}
-        if len(models) != 1:
-            raise RolloutMQError("model_name: " + (f"workers differ: {sorted(models)}" if models else NOBODY))
-        return models.pop()
-
-    def has(self, feature: str) -> bool:
-        """Whether a worker of the pool has `feature`, as far as `workers_now` knows."""
-        return any(feature in worker.features for worker in self.workers_now())
-
 
 def positive_seconds(name: str, seconds: float | None) -> float | None:
     """`seconds` if they are more than 0 or None. Raises InvalidField."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...messages.errors import FeatureUnavailable
-from ...messages.model import WorkerStatus
 from ..client import RolloutClient
 from .calls import Calls
 from .control import COMMAND_S, WorkerControl, memory_tags
@@ -15,7 +12,7 @@ from .core import EngineCore, register
 from .extras import Extras
 from .generation import Generation, checked_mode
 from .outputs import InferenceEngineOutput, StreamingChunk
-from .requests import InferenceEngineInput
+from .requests import InferenceEngineInput, session_name
 from .sessions import Sessions
 from .tasks import Tasks
 from .weights import WeightSync, WeightTransferHandle, remote_version
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
     from ...sync.publish import WeightPublisher  # torch
 
 
-class SkyRLEngine(Extras):
+class SkyRLEngine(Sessions, Tasks, Extras):
     """One engine with the methods of SkyRL's InferenceEngineInterface, behind which a whole pool generates.
 
         engine = SkyRLEngine(redis_url, tokenizer="Qwen/Qwen3-0.6B", sampling_params={"max_generate_length": 256})
@@ -74,25 +71,20 @@ class SkyRLEngine(Extras):
             device=receiver_device,
             timeout_s=weights_timeout_s,
         )
-        self._generation = Generation(self._core, self._calls, self._control, self._weights)
-        self._sessions = Sessions(self._generation)
-        self._tasks = Tasks(self._core)
+        self._generation = Generation(self._core, self._calls, self._weights)
+        self._sessions = {}
         register(type(self))
 
     async def client(self) -> RolloutClient:
         """The client under this engine, opened. Raises RedisUnavailable, and RolloutMQError after `teardown`."""
         return await self._core.client()
 
-    async def workers(self) -> list[WorkerStatus]:
-        """The pool's workers as of their last heartbeat."""
-        return await self._core.workers()
-
     async def teardown(self) -> None:
         """End this engine's calls, leave the trainer's group and disconnect, in half a minute at most.
         Workers go on. Later calls raise RolloutMQError. A second teardown does nothing."""
         if not self._core.closed:
             await self._core.close(self._weights.close)
-            self._sessions.trees.clear()
+            self._sessions.clear()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -109,12 +101,10 @@ class SkyRLEngine(Extras):
         ConfigError without a tokenizer."""
         return await self._generation.generate(input_batch, model)
 
-    async def generate_stream(self, input_batch: InferenceEngineInput) -> AsyncGenerator[StreamingChunk]:
+    def generate_stream(self, input_batch: InferenceEngineInput) -> AsyncGenerator[StreamingChunk]:
         """The output of `generate`, token by token. Chunks of one sample come in order; the last has `is_finished`.
         Raises as `generate` does. If the caller leaves it early, it cancels its jobs in the pool."""
-        async with contextlib.aclosing(self._generation.stream(input_batch)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        return self._generation.stream(input_batch)
 
     async def chat_completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
         """Answer {"json": body of POST /v1/chat/completions}: a chat.completion, or an error as a dictionary whose
@@ -140,23 +130,26 @@ class SkyRLEngine(Extras):
         mode: "abort" does the same as `abort_generation`. "in_place" (or "keep") halts all workers; their requests go
         on later. "retract" also drops the KV cache of these requests; workers compute it again afterwards. The default
         is the engine's `pause_mode`. Raises InvalidField, and the error of a worker that cannot halt."""
-        await self._generation.pause(self._pause_mode if mode is None else checked_mode(mode))
+        mode = self._pause_mode if mode is None else checked_mode(mode)
+        await self._calls.set_paused(True)
+        await (self._control.end_calls() if mode == "abort" else self._control.halt(mode))
 
     async def continue_generation(self) -> None:
         """Publish weights that were received meanwhile, then let workers and waiting requests go on."""
-        await self._generation.resume()
+        await self._core.client()
+        if self._control.halted == "in_place":  # a halted engine takes no weights; running samples cross the update
+            await self._control.resume()
+        await self._weights.end_sync()
+        await self._control.resume()
+        await self._calls.set_paused(False)
 
-    async def resume_generation(self) -> None:
-        """The same."""
-        await self._generation.resume()
+    resume_generation = continue_generation
+    """SkyRL's present name of it."""
 
     async def finish_session(self, session_id: str) -> None:
         """A trajectory has ended: no worker is preferred for its session id any more. Unknown ids are ignored."""
-        self._generation.forget(session_id)
-
-    def supports_streaming(self) -> bool:
-        """Whether a worker of the pool streams."""
-        return self._core.has("stream")
+        for name in {session_name(session_id), str(session_id)}:
+            self._generation.worker_of.pop(name, None)
 
     async def init_weight_update_communicator(  # noqa: PLR0917 – SkyRL's signature
         self,
@@ -185,9 +178,6 @@ class SkyRLEngine(Extras):
         tensor comes again. Returns (True, ""). Raises InvalidField, TransferTimeout."""
         return await self._weights.update(request)
 
-    update_named_weight = update_named_weights
-    """The same for one tensor, in the older form: {"name", "dtype", "shape", "extras"}."""
-
     async def get_weight_version(self) -> str | None:
         """The newest committed version: the name that this engine gave it, or its number as text. "0" is the model as
         the workers loaded it from disk."""
@@ -207,19 +197,17 @@ class SkyRLEngine(Extras):
             sampled them. Raises InvalidField, IncompleteWeights, WeightSyncError."""
         return await self._weights.name_version(new_version, abort_all_requests)
 
-    def supports_overlapped_weight_sync(self) -> bool:
-        """True: workers serve the old version while the new one arrives."""
-        return True
-
     async def start_weight_transfer(self, request: Any) -> WeightTransferHandle:
         """Receive the last tensors of a version, and publish the version in the background. Returns at once.
         Raises InvalidField."""
         return await self._weights.start(request)
 
-    async def finish_weight_transfer(self, handle: WeightTransferHandle, flush_cache: bool = True) -> str:
-        """Wait until the pool serves the version, and return it. flush_cache: drop cached prefixes then.
+    async def finish_weight_transfer(self, handle: WeightTransferHandle) -> str:
+        """Wait until the pool serves the version, and return it. Cached prefixes are dropped then.
         Raises the error of the transfer: IncompleteWeights, WeightSyncError, …"""
-        return await self._weights.finish(handle, flush_cache)
+        version = await handle.wait()
+        await self._control.flush_caches()
+        return version
 
     async def overlapped_weight_sync(self, request: Any, pause_mode: str = "in_place") -> str:
         """Start and finish a transfer while requests go on. Their tokens say which version sampled them.
@@ -228,38 +216,16 @@ class SkyRLEngine(Extras):
         "resume". Raises InvalidField for another publisher."""
         return await self._weights.overlapped(request, pause_mode)
 
-    async def load_weights_from_disk(
-        self, model_path: str, load_format: str | None = None, flush_cache: bool = True
-    ) -> tuple[bool, str]:
+    async def load_weights_from_disk(self, model_path: str) -> tuple[bool, str]:
         """Publish a folder of this host as the next version: a safetensors checkpoint, or a snapshot.
-        load_format: the required format; None and "auto" accept both. `rolloutmq control load` loads folders that only
-        workers can read. Returns (True, ""). Raises InvalidField, SnapshotError, WeightSyncError."""
-        return await self._weights.load_folder(model_path, load_format, flush_cache)
+        `rolloutmq control load` loads folders that only workers can read. Returns (True, ""). Raises InvalidField,
+        SnapshotError, WeightSyncError."""
+        return await self._weights.load_folder(model_path)
 
-    async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
-        """Raises FeatureUnavailable: workers do not send weights back. `validate_weights` compares them there."""
-        raise FeatureUnavailable("get_weights_by_name", name, "validate_weights, which compares them where they are")
-
-    async def validate_weights(
-        self, weight_names: Iterable[str] | None = None, check_nan: bool = True, check_inf: bool = True
-    ) -> dict[str, Any]:
-        """Every worker checks all parameters of its engine: {"valid", "version", "nonfinite", "zero", "wrong",
-        "workers": worker -> its whole finding}. Raises InvalidField unless `check_nan` equals `check_inf`.
-        nonfinite: parameters with NaN or Inf. zero: matrices of zeros. Both are in the engine's names. wrong: tensors
-        that differ in a bit from the published ones, in the trainer's names. weight_names: does not limit the check."""
-        return await self._control.validate(weight_names, check_nan, check_inf)
-
-    async def check_weight_sync_integrity(self, expected_version: str | int | None = None) -> dict[str, Any]:
-        """Whether all workers serve one version with the same bits: {"consistent", "expected_version", "versions":
-        worker -> version, "fingerprints": worker -> digest of its parameters, "wrong": worker -> tensors that differ}.
-        expected_version: the newest one by default. Fingerprints of workers of different kinds cannot be compared."""
-        expected = await self._weights.version() if expected_version is None else expected_version
-        return await self._control.compare(expected)
-
-    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> tuple[bool, str]:
+    async def load_lora_adapter(self, lora_name: str, lora_path: str) -> tuple[bool, str]:
         """Publish the adapter in a folder of this host (as PEFT saves it) as the newest version of `lora_name`.
-        Prompts ask for it by `lora` in their sampling parameters. A published adapter stays, whatever `pinned` says.
-        Returns (True, ""). Raises InvalidField, and WeightSyncError if no worker has taken it."""
+        Prompts ask for it by `lora` in their sampling parameters. Returns (True, ""). Raises InvalidField, and
+        WeightSyncError if no worker has taken it."""
         return await self._weights.load_adapter(lora_name, lora_path)
 
     async def unload_lora_adapter(self, lora_name: str) -> tuple[bool, str]:
@@ -277,7 +243,7 @@ class SkyRLEngine(Extras):
         **kwargs: Any,
     ) -> None:
         """Workers release memory of their GPUs. Running samples continue after `wake_up`.
-        tags: "weights", "kv_cache", "cuda_graph", MemoryTag, or none for all. level: vLLM's 1 and 2 mean the same here.
+        tags: "weights", "kv_cache", "cuda_graph", or none for all. level: vLLM's 1 and 2 mean the same here.
         timeout: seconds for the workers' answers. abort_first: `abort_generation` first, and wait for its requests.
         drain_timeout: seconds to wait until this engine's requests have ended. Those that have not, continue later.
         Raises InvalidField, WaitTimeout, and FeatureUnavailable for workers that cannot."""
@@ -289,28 +255,8 @@ class SkyRLEngine(Extras):
         published when the weights' memory is back, before that of the KV cache."""
         await self._control.wake(memory_tags(args, tags, kwargs), timeout, self._weights.end_sync)
 
-    async def sleep_weights_only(self, **kwargs: Any) -> None:
-        """`sleep` of the weights."""
-        await self.sleep(tags=["weights"], **kwargs)
-
-    async def wake_up_weights_only(self, **kwargs: Any) -> None:
-        """`wake_up` of the weights."""
-        await self.wake_up(tags=["weights"], **kwargs)
-
-    async def sleep_all(self, **kwargs: Any) -> None:
-        """`sleep` of everything."""
-        await self.sleep(**kwargs)
-
-    async def wake_up_all(self, **kwargs: Any) -> None:
-        """`wake_up` of everything."""
-        await self.wake_up(**kwargs)
-
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         """Publish received weights, and drop all cached prefixes. Prefixes of other versions are never used anyway.
         reset_running_requests: also drop the KV cache of what runs. It goes on, with a KV cache computed anew."""
         await self._weights.end_sync()
         await self._control.reset_caches(reset_running_requests)
-
-    async def clear_hicache_storage(self) -> bool:
-        """Clear the storage behind the hierarchical caches. Returns True. Raises FeatureUnavailable without one."""
-        return await self._control.clear_storage()

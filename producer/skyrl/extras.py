@@ -1,17 +1,21 @@
-"""The methods of SkyRLEngine beside generation and weights: sessions, scores, embeddings, saving, facts."""
+"""The methods of SkyRLEngine that only ask workers: checks of their weights, saving, profiles, facts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import secrets
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
 
-from ...messages.errors import FeatureUnavailable
-from .control import WorkerControl
-from .core import EngineCore
-from .outputs import InferenceEngineOutput
-from .requests import InferenceEngineInput
-from .sessions import Sessions
-from .tasks import EMBED, REWARD, SCORE, Tasks
+from ...messages.errors import EngineError, FeatureUnavailable, InvalidField, RolloutMQError
+from ..control import PoolAudit
+from .control import COMMAND_S, WorkerControl
+from .core import NOBODY, EngineCore
+from .weights import WeightSync
+
+Value = TypeVar("Value", int, str)
+SAVE_S = 3600.0
+SAVE_FOLDER = PurePosixPath("/var/tmp")
+"""The folder on a worker's host for files that the worker uploads."""
 
 
 class Extras:
@@ -19,134 +23,121 @@ class Extras:
 
     _core: EngineCore
     _control: WorkerControl
-    _sessions: Sessions
-    _tasks: Tasks
+    _weights: WeightSync
 
-    def supports_sessions(self) -> bool:
-        """True: any worker can continue any session."""
+    async def validate_weights(self) -> dict[str, Any]:
+        """Every worker checks all parameters of its engine: {"valid", "version", "nonfinite", "zero", "wrong",
+        "workers": worker -> its whole finding}.
+        nonfinite: parameters with NaN or Inf. zero: matrices of zeros. Both are in the engine's names. wrong: tensors
+        that differ in a bit from the published ones, in the trainer's names."""
+        audit, answers = await self._audit("validate_weights", 10_000)
+        kinds = ("nonfinite", "zero", "wrong")
+        found = {kind: sorted({name for one in answers.values() for name in one.get(kind, ())}) for kind in kinds}
+        version = self._core.versions.text(max(audit.versions.values()))
+        return {"valid": not any(found.values()), "version": version, **found, "workers": answers}
+
+    async def check_weight_sync_integrity(self, expected_version: str | int | None = None) -> dict[str, Any]:
+        """Whether all workers serve one version with the same bits: {"consistent", "expected_version", "versions":
+        worker -> version, "fingerprints": worker -> digest of its parameters, "wrong": worker -> tensors that differ}.
+        expected_version: the newest one by default. Fingerprints of workers of different kinds cannot be compared."""
+        names = self._core.versions
+        wanted = await self._weights.version() if expected_version is None else expected_version
+        expected = names.text(names.number("expected_version", wanted)[0])
+        audit, answers = await self._audit("check_weight_sync_integrity", 20)
+        versions = {worker: names.text(version) for worker, version in audit.versions.items()}
+        wrong = {worker: list(one["wrong"]) for worker, one in answers.items() if one.get("wrong")}
+        return {
+            "consistent": set(versions.values()) == {expected} and not wrong and not audit.apart,
+            "expected_version": expected,
+            "versions": versions,
+            "fingerprints": {worker: str(one["fingerprint"]) for worker, one in answers.items()},
+            "wrong": wrong,
+        }
+
+    async def save_sharded_model(self, save_path: str) -> bool:
+        """One worker saves its weights into a folder of its host, in SGLang's sharded format. Returns True."""
+        await self._ask_one("save", {"path": save_path, "format": "sharded"})
         return True
-
-    async def open_session(self, capacity_of_str_len: int = 8192, session_id: str | None = None) -> str | None:
-        """The id of a new session, None if that id is in use. A session is kept here, not on a worker."""
-        return self._sessions.open(session_id, capacity_of_str_len)
-
-    async def close_session(self, session_id: str) -> None:
-        """Forget a session. Raises InvalidField if it is not open."""
-        self._sessions.close(session_id)
-
-    async def generate_with_session(  # noqa: PLR0917 – SkyRL's signature
-        self,
-        session_id: str,
-        input_batch: InferenceEngineInput,
-        rid: str | None = None,
-        offset: int | None = None,
-        replace: bool = False,
-        drop_previous_output: bool = False,
-    ) -> InferenceEngineOutput:
-        """Continue a session. The prompt has only the new tokens.
-        rid: the request to continue, from an earlier output's `request_ids`. None begins anew. offset: keep only so
-        many of that request's tokens, prompt first; -1 or None keeps all. replace: forget the requests that continued
-        it before; without rid, forget the whole session. drop_previous_output: leave out that request's output.
-        Several prompts, or n > 1, become branches. Raises InvalidField for an unknown session or request, otherwise as
-        `generate`."""
-        return await self._sessions.generate(session_id, input_batch, rid, offset, replace, drop_previous_output)
-
-    async def get_session_info(self, session_id: str) -> dict[str, Any] | None:
-        """The session's requests and its number of tokens. None if it is not open."""
-        tree = self._sessions.trees.get(session_id)
-        return tree.info() if tree is not None else None
-
-    async def list_sessions(self) -> list[str]:
-        """Ids of the open sessions."""
-        return list(self._sessions.trees)
-
-    async def fork_session(self, source: str, target: str | None = None, offset: int = -1) -> str | None:
-        """The id of a new session that begins as a copy of `source`. None if the id `target` is in use.
-        offset: -1 copies all requests, under their ids. 0 or more copies so many tokens of the newest request, and
-        every first turn (rid=None) continues them. Raises InvalidField if `source` is not open."""
-        return self._sessions.fork(source, target, offset)
-
-    def supports_scoring(self) -> bool:
-        """Whether a worker of the pool has a reward model, or can compute log-probabilities of a given answer."""
-        return self._core.has(REWARD) or self._core.has(SCORE)
-
-    def supports_embeddings(self) -> bool:
-        """Whether a worker of the pool has an embedding model."""
-        return self._core.has(EMBED)
-
-    async def score(
-        self, input_ids: Sequence[Any], output_ids: Sequence[Any], return_hidden_states: bool = False
-    ) -> dict[str, Any]:
-        """{"scores": one float for each pair of prompt and answer, "kind": "reward" or "logprob"}.
-        input_ids, output_ids: equally many lists of ids, or one list each. kind: "reward" in a pool with a reward
-        model, for prompt and answer as one sequence; else "logprob", of the answer after its prompt. Raises
-        InvalidField, JobFailed, WaitTimeout, and FeatureUnavailable in a pool without both and for hidden states."""
-        return await self._tasks.score(input_ids, output_ids, return_hidden_states)
-
-    async def encode(self, texts: Sequence[str] | str, dimensions: int | None = None) -> list[list[float]]:
-        """An embedding of each text. dimensions: only its first components; the model must be trained for that.
-        Raises InvalidField, FeatureUnavailable in a pool without an embedding model, JobFailed, WaitTimeout."""
-        return await self._tasks.encode([texts] if isinstance(texts, str) else list(texts), dimensions)
-
-    async def encode_single(self, text: str, dimensions: int | None = None) -> list[float]:
-        """The embedding of one text; see `encode`."""
-        return (await self.encode([text], dimensions))[0]
-
-    async def compute_similarity(self, text1: str, text2: str, dimensions: int | None = None) -> float:
-        """Cosine similarity of two texts' embeddings; see `encode`."""
-        return await self._tasks.similarity(text1, text2, dimensions)
-
-    async def decode(self, token_ids: Sequence[Any], skip_special_tokens: bool = True) -> list[str]:
-        """The text of each list of ids, or of one list. Decoded in this process, with the model's tokenizer."""
-        return await self._tasks.decode(token_ids, skip_special_tokens)
-
-    async def save_sharded_model(self, save_path: str, pattern: str | None = None, max_size: int | None = None) -> bool:
-        """One worker saves its weights into a folder of its host, in SGLang's sharded format. Returns True. Raises
-        InvalidField for a pattern or max_size."""
-        return await self._control.save_sharded(save_path, pattern, max_size)
 
     async def save_remote_model(self, remote_path: str, storage_type: str = "s3") -> bool:
         """One worker saves its weights as safetensors and copies them to a URL with fsspec. Returns True.
         remote_path: a URL, or its part after `storage_type`://. The files stay in the worker's /var/tmp."""
-        return await self._control.save_remote(remote_path, storage_type)
+        behind = remote_path if storage_type == "file" else remote_path.lstrip("/")
+        url = remote_path if "://" in remote_path else f"{storage_type}://{behind}"
+        if not url.startswith(f"{storage_type}://"):
+            raise InvalidField("storage_type", storage_type, f"{url.partition('://')[0]!r}, as the URL has it")
+        folder = SAVE_FOLDER / f"rolloutmq-save-{secrets.token_hex(8)}"
+        await self._ask_one("save", {"path": str(folder), "upload": url})
+        return True
 
     async def start_profile(self) -> bool:
         """Every worker starts its profiler. Returns True. Raises a worker's error if its profiler runs already."""
-        return await self._control.start_profile()
+        return bool(_some("start_profile", await self._control.ask("start_profile")))
 
     async def stop_profile(self) -> dict[str, Any] | None:
         """Worker -> folder of its traces. None for a pool without workers."""
         return await self._control.ask("stop_profile") or None
 
-    async def get_server_info(self) -> dict[str, Any]:
-        """The pool's name, its workers as of their last heartbeat, its load and the newest version."""
-        return await self._control.server_info()
-
     def tp_size(self) -> int:
         """Tensor-parallel size of a worker's engine. Raises RolloutMQError if workers differ or there is none."""
-        return self._control.size("tp_size")
+        return self._size("tp_size")
 
     def pp_size(self) -> int:
         """Pipeline-parallel size; see `tp_size`."""
-        return self._control.size("pp_size")
+        return self._size("pp_size")
 
     def dp_size(self) -> int:
-        """Data-parallel size of a worker's engine; `get_server_info` says how many workers there are."""
-        return self._control.size("dp_size")
+        """Data-parallel size of a worker's engine, however many workers there are; see `tp_size`."""
+        return self._size("dp_size")
 
     def ep_size(self) -> int:
         """Expert-parallel size; see `tp_size`."""
-        return self._control.size("ep_size")
-
-    async def get_world_size(self) -> tuple[int, int]:
-        """(ranks of all workers' engines, ranks of one). Raises RolloutMQError if they differ or there is none."""
-        return await self._control.world_size()
+        return self._size("ep_size")
 
     @property
     def model_name(self) -> str:
         """The model that the pool's workers serve. Raises RolloutMQError if they differ or there is none."""
-        return self._core.model_now()
+        return _only("model_name", {worker.model for worker in self._core.workers_now()})
+
+    async def get_world_size(self) -> tuple[int, int]:
+        """(ranks of all workers' engines, ranks of one). Raises RolloutMQError if they differ or there is none."""
+        workers = await self._core.workers()
+        each = _only("get_world_size", {worker.tp_size for worker in workers})
+        return each * len(workers), each
 
     def get_endpoint_url(self) -> str:
         """Raises FeatureUnavailable: this engine is called in its process, and has no HTTP endpoint."""
         raise FeatureUnavailable("get_endpoint_url", None, "chat_completion and completion, which take OpenAI's bodies")
+
+    async def _audit(self, method: str, names: int) -> tuple[PoolAudit, dict[str, dict[str, Any]]]:
+        """An audit for a method of SkyRL's, and each worker's finding. names: most names of tensors in a finding."""
+        client = await self._core.client()
+        audit = await client.control.audit(names=names, timeout=COMMAND_S)
+        return audit, _some(method, await self._control.done(audit.answers))
+
+    async def _ask_one(self, action: str, params: dict[str, Any]) -> None:
+        """Have the least busy serving worker do it. Raises RolloutMQError if there is none, otherwise as `ask`."""
+        workers = await self._core.workers()
+        serving = [worker for worker in workers if worker.state == "serving"] or workers
+        if not serving:
+            raise RolloutMQError(f"{action}: {NOBODY}")
+        chosen = min(serving, key=lambda worker: (worker.running, worker.worker_id)).worker_id
+        if chosen not in await self._control.ask(action, params, worker_id=chosen, timeout_s=SAVE_S):
+            raise EngineError(f"{action}: worker {chosen} has left")
+
+    def _size(self, name: str) -> int:
+        return _only(name, {int(getattr(worker, name, 1)) for worker in self._core.workers_now()})
+
+
+def _only(what: str, values: set[Value]) -> Value:
+    """What all workers have. Raises RolloutMQError if there is no worker, or if they differ."""
+    if len(values) != 1:
+        raise RolloutMQError(f"{what}: " + (f"workers differ: {sorted(map(str, values))}" if values else NOBODY))
+    return values.pop()
+
+
+def _some(method: str, answers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The answers. Raises RolloutMQError if there are none."""
+    if not answers:
+        raise RolloutMQError(f"{method}: {NOBODY}")
+    return answers

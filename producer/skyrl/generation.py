@@ -11,10 +11,9 @@ from ...messages.errors import InvalidField, RolloutMQError
 from ...messages.model import GenerateJob
 from ..openai import bytes_reader, chat_request, completion_request, error_of, response
 from .calls import Call, Calls
-from .control import WorkerControl
 from .core import EngineCore
 from .outputs import InferenceEngineOutput, Samples, StreamedSample, StreamingChunk, output_of
-from .requests import Batch, InferenceEngineInput, read_batch, session_name
+from .requests import Batch, InferenceEngineInput, read_batch
 from .weights import WeightSync
 
 PAUSE_MODES = ("abort", "in_place", "retract")
@@ -29,8 +28,8 @@ _NOT_FOR_OPENAI = frozenset({"n", "logprobs", "top_logprobs"})
 class Generation:
     """SkyRLEngine documents the methods. worker_of: session id -> the worker that answered last for it."""
 
-    def __init__(self, core: EngineCore, calls: Calls, control: WorkerControl, weights: WeightSync) -> None:
-        self._core, self._calls, self._control, self._weights = core, calls, control, weights
+    def __init__(self, core: EngineCore, calls: Calls, weights: WeightSync) -> None:
+        self._core, self._calls, self._weights = core, calls, weights
         self.worker_of: dict[str, str] = {}
 
     @contextlib.asynccontextmanager
@@ -113,23 +112,6 @@ class Generation:
             return {"model": request.model, "token_ids": ids.tolist() if ids is not None else [], "features": None}
         except RolloutMQError as error:
             return error_of(error)
-
-    def forget(self, session_id: Any) -> None:
-        """No worker is preferred for this session any more."""
-        for name in {session_name(session_id), str(session_id)}:
-            self.worker_of.pop(name, None)
-
-    async def pause(self, mode: str) -> None:
-        await self._calls.set_paused(True)
-        await (self._control.end_calls() if mode == "abort" else self._control.halt(mode))
-
-    async def resume(self) -> None:
-        await self._core.client()
-        if self._control.halted == "in_place":  # a halted engine takes no weights; running samples cross the update
-            await self._control.resume()
-        await self._weights.end_sync()
-        await self._control.resume()
-        await self._calls.set_paused(False)
 
     async def _run(self, call: Call, jobs: Sequence[GenerateJob]) -> Sequence[Samples]:
         found = await call.run([self._sticky(job) for job in jobs])

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...messages.model import GenerateJob, RolloutResult
 from ..calls import Delta
-from ..openai import GrowingText, version_spans
+from ..openai import GrowingText, Tokens, version_spans
 from .requests import Wishes
 from .texts import Texts
 from .versions import VersionNames
@@ -82,11 +82,14 @@ class StreamingChunk(TypedDict):
 
 def spans_of(sample: RolloutResult | None, versions: VersionNames) -> list[VersionSpan]:
     """The version of each token, as spans."""
-    spans = version_spans(sample.segments if sample is not None else ())
     return [
-        {"version": versions.text(version), "number": version, "start": span["start"], "end": span["end"]}
-        for span in spans
-        for version in (span["version"],)
+        {
+            "version": versions.text(span["version"]),
+            "number": span["version"],
+            "start": span["start"],
+            "end": span["end"],
+        }
+        for span in version_spans(sample.segments if sample is not None else ())
     ]
 
 
@@ -126,10 +129,9 @@ def _logprobs(sample: RolloutResult | None) -> list[float]:
 
 
 def _top(sample: RolloutResult | None) -> list[dict[int, float]]:
-    if sample is None or "top_ids" not in sample.token_arrays:
+    if sample is None:
         return []
-    rows = zip(sample.token_arrays["top_ids"].tolist(), sample.token_arrays["top_logprobs"].tolist(), strict=True)
-    return [dict(zip(ids, values, strict=True)) for ids, values in rows]
+    return [dict(row) for row in Tokens.of(sample.token_ids, sample.logprobs, sample.token_arrays).top or ()]
 
 
 def _of_prompt(sample: RolloutResult | None) -> list[float | None]:

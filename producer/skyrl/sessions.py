@@ -1,4 +1,4 @@
-"""Conversations of several turns. Their tokens are kept in this process, so the loss of a worker costs one prefill."""
+"""The methods of SkyRLEngine for conversations. Their tokens are kept here: losing a worker costs one prefill."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ class SessionRequest:
     """One answered request.
 
     prompt: all tokens before the generated ones. whole: with the generated ones. parent: the request that it continues,
-    None for a first one. versions: the weights versions that sampled it. worker_id: the worker with the prefix in its
-    cache.
+    None for a first one. worker_id: the worker with the prefix in its cache.
     """
 
     rid: str
@@ -67,7 +66,6 @@ class SessionRequest:
     whole: Tokens
     parent: str | None
     worker_id: str = ""
-    versions: tuple[int, ...] = ()
     children: list[str] = field(default_factory=list)
 
 
@@ -83,12 +81,10 @@ class Prefix:
 class SessionTree:
     """The requests of one session. Each may continue an earlier one. This class sends nothing.
 
-    capacity: the announced length in characters; nothing depends on it. root: in a forked session, the tokens that
-    every first request continues.
+    root: in a forked session, the tokens that every first request continues.
     """
 
-    def __init__(self, session_id: str, capacity: int, root: Tokens = NOTHING, worker_id: str = "") -> None:
-        self.session_id, self.capacity = session_id, capacity
+    def __init__(self, root: Tokens = NOTHING, worker_id: str = "") -> None:
         self.root, self._root_worker = root, worker_id
         self.requests: dict[str, SessionRequest] = {}
 
@@ -97,7 +93,7 @@ class SessionTree:
     ) -> Prefix:
         """What a request with these parameters continues. With `replace` it forgets the requests after that.
 
-        SkyRLEngine.generate_with_session documents the parameters. Raises InvalidField."""
+        `generate_with_session` documents the parameters. Raises InvalidField."""
         if rid is None:
             if offset not in (None, -1) or drop_previous_output:
                 raise InvalidField(
@@ -107,7 +103,7 @@ class SessionTree:
                 self.requests.clear()
             return Prefix(self.root, None, self._root_worker)
         if rid not in self.requests:
-            raise InvalidField("rid", rid, f"one that session {self.session_id!r} has answered and not replaced")
+            raise InvalidField("rid", rid, "one that this session has answered and not replaced")
         request = self.requests[rid]
         tokens = request.prompt if drop_previous_output else request.whole
         if offset is not None and offset != -1:
@@ -131,39 +127,18 @@ class SessionTree:
         """The request that was answered last, None if there is none."""
         return next(reversed(self.requests.values()), None)
 
-    def fork(self, session_id: str, offset: int = -1) -> SessionTree:
+    def fork(self, offset: int = -1) -> SessionTree:
+        """A copy; see `fork_session`."""
         newest = self.newest()
         if offset != -1:
             prefix = self.prefix(newest.rid if newest else None, offset if newest else None)
             if newest is None and not 0 <= offset <= prefix.tokens.end:
                 raise InvalidField("offset", offset, f"-1, or from 0 to {prefix.tokens.end}")
-            return SessionTree(session_id, self.capacity, prefix.tokens.upto(offset), prefix.worker_id)
-        forked = SessionTree(session_id, self.capacity, self.root, self._root_worker)
+            return SessionTree(prefix.tokens.upto(offset), prefix.worker_id)
+        forked = SessionTree(self.root, self._root_worker)
         for rid, request in self.requests.items():
             forked.requests[rid] = dataclasses.replace(request, children=list(request.children))
         return forked
-
-    def info(self) -> dict[str, Any]:
-        """The session as plain data."""
-        requests = [
-            {
-                "rid": request.rid,
-                "parent": request.parent,
-                "children": list(request.children),
-                "prompt_tokens": request.prompt.end,
-                "output_tokens": request.whole.end - request.prompt.end,
-                "worker_id": request.worker_id,
-                "weight_versions": [str(version) for version in request.versions],
-            }
-            for request in self.requests.values()
-        ]
-        newest = self.newest()
-        return {
-            "session_id": self.session_id,
-            "capacity_of_str_len": self.capacity,
-            "tokens": newest.whole.end if newest else self.root.end,
-            "requests": requests,
-        }
 
     def _forget(self, rids: list[str]) -> None:
         """Forget these requests and all that continue them. The list is empty afterwards."""
@@ -173,48 +148,42 @@ class SessionTree:
 
 
 class Sessions:
-    """The open sessions of one engine. SkyRLEngine documents the methods. trees: session id -> its requests."""
+    """Base of SkyRLEngine, which has the parts that these methods call. _sessions: session id -> its requests."""
 
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        self.trees: dict[str, SessionTree] = {}
+    _generation: Generation
+    _sessions: dict[str, SessionTree]
 
-    def open(self, session_id: str | None, capacity: int) -> str | None:
-        name = session_id if session_id is not None else _new_name()
-        if not isinstance(name, str) or not name:
-            raise InvalidField("session_id", session_id, "a text")
-        if name in self.trees:
-            return None
-        self.trees[name] = SessionTree(name, capacity)
-        return name
+    async def open_session(self, session_id: str | None = None) -> str | None:
+        """The id of a new session, None if that id is in use. A session is kept here, not on a worker."""
+        return self._add_session(session_id, SessionTree())
 
-    def tree(self, session_id: str) -> SessionTree:
-        """An open session. Raises InvalidField if there is none of that id."""
-        if session_id not in self.trees:
-            raise InvalidField("session_id", session_id, "a session that was opened and not closed")
-        return self.trees[session_id]
+    async def close_session(self, session_id: str) -> None:
+        """Forget a session. Raises InvalidField if it is not open."""
+        self._session(session_id)
+        del self._sessions[session_id]
 
-    def close(self, session_id: str) -> None:
-        del self.trees[self.tree(session_id).session_id]
+    async def fork_session(self, source: str, target: str | None = None, offset: int = -1) -> str | None:
+        """The id of a new session that begins as a copy of `source`. None if the id `target` is in use.
+        offset: -1 copies all requests, under their ids. 0 or more copies so many tokens of the newest request, and
+        every first turn (rid=None) continues them. Raises InvalidField if `source` is not open."""
+        return self._add_session(target, self._session(source).fork(offset))
 
-    def fork(self, source: str, target: str | None, offset: int) -> str | None:
-        tree = self.tree(source)
-        name = target if target is not None else _new_name()
-        if name in self.trees:
-            return None
-        self.trees[name] = tree.fork(name, offset)
-        return name
-
-    async def generate(  # noqa: PLR0917 – SkyRL's signature
+    async def generate_with_session(  # noqa: PLR0917 – SkyRL's signature
         self,
         session_id: str,
         input_batch: InferenceEngineInput,
-        rid: str | None,
-        offset: int | None,
-        replace: bool,
-        drop_previous_output: bool,
+        rid: str | None = None,
+        offset: int | None = None,
+        replace: bool = False,
+        drop_previous_output: bool = False,
     ) -> InferenceEngineOutput:
-        tree = self.tree(session_id)
+        """Continue a session. The prompt has only the new tokens.
+        rid: the request to continue, from an earlier output's `request_ids`. None begins anew. offset: keep only so
+        many of that request's tokens, prompt first; -1 or None keeps all. replace: forget the requests that continued
+        it before; without rid, forget the whole session. drop_previous_output: leave out that request's output.
+        Several prompts, or n > 1, become branches. Raises InvalidField for an unknown session or request, otherwise as
+        `generate`."""
+        tree = self._session(session_id)
         async with self._generation.begin() as call:
             batch = await self._generation.read(input_batch)
             prefix = tree.prefix(rid, offset, replace, drop_previous_output)
@@ -227,9 +196,20 @@ class Sessions:
                 tree.add(_answered(job, number, sample, prompt, prefix))
         return await self._generation.output(batch, found)
 
+    def _session(self, session_id: str) -> SessionTree:
+        """An open session. Raises InvalidField if there is none of that id."""
+        if session_id not in self._sessions:
+            raise InvalidField("session_id", session_id, "a session that was opened and not closed")
+        return self._sessions[session_id]
 
-def _new_name() -> str:
-    return f"session-{secrets.token_hex(8)}"
+    def _add_session(self, session_id: str | None, tree: SessionTree) -> str | None:
+        name = session_id if session_id is not None else f"session-{secrets.token_hex(8)}"
+        if not isinstance(name, str) or not name:
+            raise InvalidField("session_id", session_id, "a text")
+        if name in self._sessions:
+            return None
+        self._sessions[name] = tree
+        return name
 
 
 def _prompt(prefix: Prefix, job: GenerateJob) -> Tokens:
@@ -258,5 +238,4 @@ def _answered(
         prompt.then(sample.token_ids) if sample is not None else prompt,
         prefix.parent,
         sample.worker_id if sample is not None else prefix.worker_id,
-        sample.versions if sample is not None else (),
     )

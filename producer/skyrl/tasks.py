@@ -1,4 +1,4 @@
-"""Calls that generate no tokens: scores, embeddings, and ids to text."""
+"""The methods of SkyRLEngine that generate no tokens: scores, embeddings, and ids to text."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from typing import Any
 
 import numpy as np
 
-from ...messages.errors import FeatureUnavailable, InvalidField
+from ...messages.errors import InvalidField
 from ..calls import similarity
 from .core import EngineCore
 
-EMBED, REWARD, SCORE = "task:embed", "task:reward", "task:score"
+REWARD, SCORE = "task:reward", "task:score"
 
 
 class Tasks:
-    """SkyRLEngine documents the methods."""
+    """Base of SkyRLEngine, which has the part that these methods call."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    _core: EngineCore
 
-    async def score(
-        self, input_ids: Sequence[Any], output_ids: Sequence[Any], return_hidden_states: bool
-    ) -> dict[str, Any]:
-        if return_hidden_states:
-            raise FeatureUnavailable("return_hidden_states", True, "False: hidden states come with generate")
+    async def score(self, input_ids: Sequence[Any], output_ids: Sequence[Any]) -> dict[str, Any]:
+        """{"scores": one float for each pair of prompt and answer, "kind": "reward" or "logprob"}.
+        input_ids, output_ids: equally many lists of ids, or one list each. kind: "reward" in a pool with a reward
+        model, for prompt and answer as one sequence; else "logprob", of the answer after its prompt. Raises
+        InvalidField, JobFailed, WaitTimeout, and FeatureUnavailable in a pool without both."""
         prompts, answers = _lists("input_ids", input_ids), _lists("output_ids", output_ids)
         if len(prompts) != len(answers):
             raise InvalidField("output_ids", f"{len(answers)} answers", f"{len(prompts)}, one for each prompt")
         client = await self._core.client()
-        await self._core.workers(fresh=False)
-        if self._core.has(REWARD):
+        workers = await self._core.workers(fresh=False)
+        if any(REWARD in worker.features for worker in workers):
             whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
             rewards = await client.reward(whole, timeout=self._core.timeout_s)
             return {"scores": [result.score for result in rewards], "kind": "reward"}
@@ -41,20 +40,24 @@ class Tasks:
         found = await asyncio.gather(*(client.score(p, [a], timeout=self._core.timeout_s) for p, a in pairs))
         return {"scores": [results[0].sum for results in found], "kind": "logprob"}
 
-    async def encode(self, texts: Sequence[str], dimensions: int | None) -> list[list[float]]:
+    async def encode(self, texts: Sequence[str] | str) -> list[list[float]]:
+        """An embedding of each text. Raises InvalidField, FeatureUnavailable in a pool without an embedding model,
+        JobFailed, WaitTimeout."""
         client = await self._core.client()
-        found = await client.embed(texts, dimensions=dimensions, timeout=self._core.timeout_s)
-        vectors: list[list[float]] = found.tolist()
+        given = [texts] if isinstance(texts, str) else list(texts)
+        vectors: list[list[float]] = (await client.embed(given, timeout=self._core.timeout_s)).tolist()
         return vectors
 
-    async def similarity(self, text1: str, text2: str, dimensions: int | None) -> float:
-        one, other = await self.encode([text1, text2], dimensions)
+    async def compute_similarity(self, text1: str, text2: str) -> float:
+        """Cosine similarity of two texts' embeddings; see `encode`."""
+        one, other = await self.encode([text1, text2])
         return float(similarity(np.asarray(one), np.asarray(other)))
 
-    async def decode(self, token_ids: Sequence[Any], skip_special_tokens: bool) -> list[str]:
+    async def decode(self, token_ids: Sequence[Any]) -> list[str]:
+        """The text of each list of ids, or of one list, without special tokens. Decoded in this process."""
         sequences = _lists("token_ids", token_ids, empty=True)
         texts = await self._core.ready_texts()
-        return await asyncio.to_thread(lambda: [texts.decode(ids, skip_special_tokens) for ids in sequences])
+        return await asyncio.to_thread(texts.decode_many, sequences)
 
 
 def _lists(field: str, value: Any, *, empty: bool = False) -> list[list[int]]:

@@ -43,9 +43,9 @@ class Texts:
                 raise ConfigError(f"tokenizer: none could be loaded from {path!r}: {error}") from error
         return self._tokenizer
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids."""
-        text: str = self.load().decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        text: str = self.load().decode(list(token_ids), skip_special_tokens=True)
         return text
 
     def decode_many(self, sequences: Sequence[Sequence[int]]) -> list[str]:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # torch
 log = logging.getLogger(__name__)
 OK = (True, "")
 """The answer of SkyRL's engines for a request that succeeded."""
-FORMATS = (None, "auto", "safetensors", "snapshot")
 ADAPTER = "skyrl-lora"
 """The name of the adapter that SkyRL trains, if it does not name it."""
 MODE_OF = {"in_place": "in_place", "retract": "resume", "abort": None}
@@ -30,10 +29,9 @@ MODE_OF = {"in_place": "in_place", "retract": "resume", "abort": None}
 
 
 class WeightTransferHandle:
-    """A version on its way to the pool, as `start_weight_transfer` returns it. request: the argument of that call."""
+    """A version on its way to the pool, as `start_weight_transfer` returns it."""
 
-    def __init__(self, request: Any, task: asyncio.Task[str]) -> None:
-        self.request = request
+    def __init__(self, task: asyncio.Task[str]) -> None:
         self._task = task
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # only `wait` raises the error
 
@@ -52,10 +50,6 @@ class WeightTransferHandle:
         if not self._task.done():
             return None
         return asyncio.CancelledError() if self._task.cancelled() else self._task.exception()
-
-    def cancel(self) -> None:
-        """Stop waiting for the transfer. A publication that has begun goes on."""
-        self._task.cancel()
 
 
 class WeightSync:
@@ -241,19 +235,13 @@ class WeightSync:
         update = read_update(request)
         self._control.check_takes_weights("start_weight_transfer")
         await self._core.client()
-        return WeightTransferHandle(request, asyncio.create_task(self._transfer(update)))
+        return WeightTransferHandle(asyncio.create_task(self._transfer(update)))
 
     async def _transfer(self, update: Update) -> str:
         async with self.turn:
             await self._receive(update)
             published = await self._publish()
         return await self._served(*published)
-
-    async def finish(self, handle: WeightTransferHandle, flush_cache: bool) -> str:
-        version = await handle.wait()
-        if flush_cache:
-            await self._control.flush_caches()
-        return version
 
     async def overlapped(self, request: Any, pause_mode: str) -> str:
         if pause_mode not in MODE_OF:
@@ -268,18 +256,15 @@ class WeightSync:
 
     # --- folders ---------------------------------------------------------------------------------------------------
 
-    async def load_folder(self, path: str, load_format: str | None, flush_cache: bool) -> tuple[bool, str]:
-        if load_format not in FORMATS:
-            raise InvalidField("load_format", load_format, f"one of {', '.join(map(str, FORMATS))}")
+    async def load_folder(self, path: str) -> tuple[bool, str]:
         self._control.check_takes_weights("load_weights_from_disk")
         await self._core.client()
         async with self.turn:
             publisher = await self._opened_publisher()
-            folder, version = await asyncio.to_thread(_folder, Path(path), load_format), self._next_version(publisher)
+            folder, version = await asyncio.to_thread(_folder, Path(path)), self._next_version(publisher)
             await self._served(await asyncio.to_thread(_publish_folder, publisher, folder, version))
             self._staged.take()  # the folder's weights have replaced them
-        if flush_cache:
-            await self._control.flush_caches()
+        await self._control.flush_caches()
         return OK
 
     async def load_adapter(self, name: str, path: str) -> tuple[bool, str]:
@@ -316,13 +301,11 @@ def _reasons(failures: Mapping[str, str]) -> str:
     return "; ".join(f"{worker}: {reason}" for worker, reason in sorted(failures.items()))
 
 
-def _folder(path: Path, wanted: str | None) -> Path:
-    """The folder, if it has the wanted format. Raises InvalidField, SnapshotError."""
+def _folder(path: Path) -> Path:
+    """The folder, if it has weights. Raises InvalidField, SnapshotError."""
     from ...sync.disk.checkpoint import checkpoint_format  # noqa: PLC0415 – torch
 
     found = checkpoint_format(path)
-    if wanted not in (None, "auto", found):
-        raise InvalidField("load_format", wanted, f"{found!r}, which {path} has")
     if found not in ("safetensors", "snapshot"):
         raise InvalidField("model_path", str(path), f"a checkpoint or one version of a snapshot folder, not {found}")
     return path

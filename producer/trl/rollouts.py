@@ -31,11 +31,8 @@ class PoolRollouts:
     for the copy, or travels alone under the name `adapter`; see PoolWeightTransfer. On a distributed trainer each rank
     asks for its own prompts, and the first one sends the weights.
 
-    timeout: the longest wait for a completion, in seconds; None waits for ever. The other arguments are those of
-    PoolWeightTransfer.
-
-    A call raises InvalidField for prompts with images, JobFailed for a completion that no worker can generate,
-    WaitTimeout, and what PoolWeightTransfer raises.
+    The arguments are those of PoolWeightTransfer. A call raises InvalidField for prompts with images, JobFailed for a
+    completion that no worker can generate, and what PoolWeightTransfer raises.
     """
 
     def __init__(
@@ -44,11 +41,9 @@ class PoolRollouts:
         pool: str = "default",
         *,
         adapter: str | None = None,
-        timeout: float | None = None,
         **settings: Unpack[SyncOptions],
     ) -> None:
         self.weights = PoolWeightTransfer(redis_url, pool, adapter=adapter, **settings)
-        self._timeout = timeout
         self._client: BlockingRolloutClient | None = None
         self._trainer: Any = None
         self._version = 0
@@ -112,7 +107,7 @@ class PoolRollouts:
         ]
         handles = client.submit_many(jobs, timeout=None)
         try:
-            results = [result for handle in handles for result in client.wait(handle, self._timeout)]
+            results = [result for handle in handles for result in client.wait(handle)]
         except BaseException:
             client.cancel(handles)
             raise

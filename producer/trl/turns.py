@@ -12,7 +12,7 @@ import numpy as np
 
 from ...messages.dialects import job_fields
 from ...messages.errors import InvalidField, JobFailed
-from ...messages.model import GenerateJob, JobFailure, RolloutResult, cut_segments
+from ...messages.model import GenerateJob, JobFailure, RolloutResult
 from ..core import ClientCore
 from ..inbox import HandOut, as_failure
 
@@ -47,7 +47,7 @@ def sampling_of(args: Any, eos_token_ids: Sequence[int]) -> dict[str, Any]:
 def token_versions(result: RolloutResult) -> list[int]:
     """The version that sampled each token: of the adapter, where one did."""
     segments = result.segments if result.adapter_segments is None else result.adapter_segments
-    return [version for version, count in cut_segments(segments) for _ in range(count)]
+    return [version for version, count in segments for _ in range(count)]
 
 
 @dataclass(slots=True)

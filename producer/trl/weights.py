@@ -16,6 +16,8 @@ from ...sync.transfer import SyncOptions
 log = logging.getLogger(__name__)
 FAILED_IN_A_ROW = 3
 """So many versions that no worker took are an error. Fewer are not: the only worker may just have been replaced."""
+COMMIT_S = 600.0
+"""The longest wait for the first version."""
 Pairs = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -35,7 +37,6 @@ class PoolWeightTransfer:
         pool: its name.
         adapter: a name under which PEFT's LoRA adapter travels alone, by `publish_adapter`; the base model is published
             once. The pool's workers must take adapters, which needs GPUs. By default adapters are merged.
-        commit_timeout_s: the longest wait for the first version, in seconds.
         settings: fields of `SyncSettings`.
     """
 
@@ -45,7 +46,6 @@ class PoolWeightTransfer:
         pool: str = "default",
         *,
         adapter: str | None = None,
-        commit_timeout_s: float = 600.0,
         **settings: Unpack[SyncOptions],
     ) -> None:
         self.redis_url, self.pool, self.adapter = redis_url, pool, adapter
@@ -57,7 +57,7 @@ class PoolWeightTransfer:
         """The version that was sent first."""
         self.above = 0
         """Versions are numbered above this one: a trainer that is restored has been there already."""
-        self._settings, self._commit_timeout_s = settings, commit_timeout_s
+        self._settings = settings
         self._publisher: WeightPublisher | None = None
         self._last: PublishHandle | None = None
         self._failed = 0
@@ -129,7 +129,7 @@ class PoolWeightTransfer:
         return version, publisher.publish_adapter(name, version, tensors, model.peft_config[active].to_dict())
 
     def _wait(self, handle: PublishHandle) -> None:
-        report = handle.wait(self._commit_timeout_s)
+        report = handle.wait(COMMIT_S)
         if report.state != "committed":
             raise WeightSyncError(f"version {report.version} was not taken ({report.state}): {report.failures}")
 

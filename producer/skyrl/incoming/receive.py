@@ -20,8 +20,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 
 from ....messages.errors import ConfigError, InvalidField, TransferTimeout
 from ....sync.wire import MARGIN_S, await_broadcasts, begin, local_end, nccl_environment
-from .group import GroupInfo
-from .request import Update
+from .request import GroupInfo, Update
 
 BACKENDS = ("gloo", "nccl")
 

@@ -1,4 +1,4 @@
-"""Reads a trainer's requests to take weights, in any of SkyRL's forms."""
+"""Reads a trainer's requests to join a group and to take weights, in any of SkyRL's forms."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, TypedDict
 
-from ....messages.errors import InvalidField
+from ....messages.errors import FeatureUnavailable, InvalidField
 
 Way = Literal["tensors", "ipc", "broadcast"]
 _ALIASES = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "fp32": "float32", "float": "float32"}
 _KEYS = frozenset({"names", "dtypes", "shapes", "sizes", "extras", "packed", "tensors", "ipc_handles"})
-_SINGLE = {"name": "names", "dtype": "dtypes", "shape": "shapes", "tensor": "tensors", "extra": "extras"}
 
 
 class NamedWeightsUpdateRequest(TypedDict):
@@ -67,7 +66,7 @@ def read_adapter_request(request: Any) -> tuple[str, str] | None:
 
 
 def read_update(request: Any) -> Update:
-    """Read a NamedWeightsUpdateRequest, the older form for one tensor, or a dataclass of newer SkyRL.
+    """Read a NamedWeightsUpdateRequest, or a dataclass of newer SkyRL.
 
     Raises InvalidField, which names the key.
     """
@@ -102,11 +101,6 @@ def _mapping(request: Any) -> dict[str, Any]:
         raw = dict(request)
     else:
         raise InvalidField("request", request, "a mapping with names, dtypes and shapes, or a dataclass with them")
-    if "name" in raw:  # the older form
-        extra = raw.pop("extras", None)
-        raw = {_SINGLE.get(key, key): [value] for key, value in raw.items() if value is not None}
-        if extra:
-            raw["extras"] = [extra]
     if strange := sorted(map(str, raw.keys() - _KEYS)):
         raise InvalidField(strange[0], raw[strange[0]], f"one of {', '.join(sorted(_KEYS))}")
     return raw
@@ -169,3 +163,45 @@ def _check_packed(sizes: Sequence[Any], shapes: Sequence[tuple[int, ...]], dtype
     for size, shape in zip(sizes, shapes, strict=True):
         if size != math.prod(shape):
             raise InvalidField("sizes", size, f"{math.prod(shape)} for a tensor of shape {shape}")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A trainer's broadcast group, in which this process has the ranks from `rank_offset` on."""
+
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    name: str
+    backend: str
+    override_existing: bool
+
+
+def read_group(  # noqa: PLR0917 – in the order of SkyRL's arguments
+    init_info: Any, override_existing: bool, address: Any, port: Any, offset: int, world: int, name: str, backend: str
+) -> GroupInfo | None:
+    """The group to join, from an `init_info` or from the arguments after it. None for CUDA IPC, which needs no group.
+
+    Raises InvalidField, and FeatureUnavailable for a group that only vLLM can join.
+    """
+    if init_info is not None and not isinstance(init_info, str):
+        if not hasattr(init_info, "master_addr"):
+            if hasattr(init_info, "model_dtype_str") or "Ipc" in type(init_info).__name__:
+                return None
+            raise InvalidField("init_info", init_info, "SkyRL's BroadcastInitInfo or CudaIpcInitInfo, or an address")
+        if not hasattr(init_info, "backend"):
+            why = "update_named_weights with tensors: this group is vLLM's own communicator, not one of torch's"
+            raise FeatureUnavailable("init_weight_update_communicator", type(init_info).__name__, why)
+        address, port, offset = init_info.master_addr, init_info.master_port, init_info.rank_offset
+        world, name, backend = init_info.world_size, init_info.group_name, init_info.backend
+        override_existing = override_existing or bool(getattr(init_info, "override_existing_receiver", False))
+    address = address or init_info
+    if not isinstance(address, str) or not address:
+        raise InvalidField("master_addr", address, "an address")
+    for field_name, value, least in (("master_port", port, 1), ("rank_offset", offset, 1), ("world_size", world, 2)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InvalidField(field_name, value, f"a whole number, at least {least}")
+    if offset >= world:
+        raise InvalidField("rank_offset", offset, f"below world_size={world}")
+    return GroupInfo(address, port, offset, world, name, backend, override_existing)

@@ -67,10 +67,20 @@ def test_only_what_is_asked_for_is_asked_for() -> None:
 
 
 def test_defaults_hold_where_the_body_says_nothing() -> None:
-    defaults = {"max_generate_length": 9, "temperature": 0.3, "top_k": 5}
-    body = {"messages": [USER], "max_tokens": 4, "temperature": 1.0}
-    sampling = chat_request(body, defaults).jobs[0].sampling
-    assert (sampling.max_new_tokens, sampling.temperature, sampling.top_k) == (4, 1.0, 5)
+    defaults = {"max_response_length": 9, "do_sample": False, "top_k": 5, "stop_strs": "a", "action_mask": [0, 1]}
+    body = {"messages": [USER], "max_tokens": 4, "temperature": 1.0, "stop": "b", "disallowed_tokens": [1]}
+    (job,) = chat_request(body, defaults).jobs
+    sampling = job.sampling
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.top_k, sampling.stop) == (4, 1.0, 5, ("b",))
+    assert [one.name for one in job.logit_processors] == ["action_mask", "disallowed_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("said", "regex"),
+    [({}, "a+"), ({"response_format": {"type": "text"}}, None), ({"response_format": {"type": "json_object"}}, None)],
+)
+def test_a_default_grammar_gives_way_to_any_format(said: dict[str, Any], regex: str | None) -> None:
+    assert chat_request({"messages": [USER], **said}, {"guided_regex": "a+"}).jobs[0].sampling.regex == regex
 
 
 def test_a_system_and_a_developer_and_what_an_answer_had_beside() -> None:

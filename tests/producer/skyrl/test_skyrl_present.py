@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 from support.pools.commanded import hurry
 from support.pools.pool import eventually, worker
 from support.pools.skyrl import Numbers, check_output, engine, joined
-from support.pools.skyrl_trainer import NAMES, weights
+from support.pools.skyrl_trainer import adapter, request
 
 from rolloutmq.messages import GenerateJob, InvalidField, LogprobOptions, RolloutResult, Segment
 from rolloutmq.messages.errors import FeatureUnavailable, RedisUnavailable, RolloutMQError
-from rolloutmq.producer.skyrl import MemoryTag, SkyRLEngine, group_outputs_by_prompt
+from rolloutmq.producer.skyrl import SkyRLEngine, group_outputs_by_prompt
 from rolloutmq.producer.skyrl.outputs import output_of
 from rolloutmq.producer.skyrl.requests import Wishes, sampling_fields
 from rolloutmq.producer.skyrl.texts import Texts
@@ -48,15 +45,6 @@ class NamedLoraLoadRequest:
     shapes: list[list[int]] = field(default_factory=list)
     lora_path: str = ""
     lora_name: str = ""
-
-
-def adapter(folder: Path) -> str:
-    layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {f"{layer}.lora_A.weight": torch.ones(4, 32), f"{layer}.lora_B.weight": torch.ones(48, 4)}
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 async def test_an_adapter_that_the_trainer_sends_is_sampled_with(redis_db: str, tmp_path: Path) -> None:
@@ -104,9 +92,8 @@ async def test_a_wrong_adapter_is_named(redis_db: str, wrong: dict[str, Any]) ->
 
 
 async def test_versions_with_names(redis_db: str) -> None:
-    update = {"names": list(NAMES), "tensors": list(weights(1).values())}
     async with worker(redis_db), engine(redis_db) as it:
-        await it.update_named_weights(update)
+        await it.update_named_weights(request(1))
         await it.update_weight_version("step_100")
         await it.update_weight_version("step_100")  # it is
         assert await it.get_weight_version() == "step_100"
@@ -118,11 +105,11 @@ async def test_versions_with_names(redis_db: str) -> None:
         with pytest.raises(InvalidField, match="expected_version="):
             await it.check_weight_sync_integrity("step_99")
         await it.update_weight_version("step_200")  # the next sync
-        await it.update_named_weights(update)
+        await it.update_named_weights(request(1))
         assert (await it.generate(PROMPT))["weight_version"] == "step_200"
         with pytest.raises(InvalidField, match="new_version="):
             await it.update_weight_version("step_100")
-        await it.update_named_weights(update)
+        await it.update_named_weights(request(1))
         assert (await it.generate(PROMPT))["weight_version"] == "3"
         assert await SkyRLEngine.get_remote_weight_version(redis_db) == "3"
     with pytest.raises(RedisUnavailable):
@@ -193,7 +180,7 @@ async def test_facts_for_the_present_interface(redis_db: str) -> None:
         async with worker(redis_db), worker(redis_db):
             await joined(it, 2)
             assert await it.get_world_size() == (2, 1)
-            assert it.model_name == (await it.workers())[0].model
+            assert it.model_name == (await (await it.client()).workers())[0].model
 
 
 class Templated(Numbers):
@@ -238,9 +225,9 @@ async def test_sleep_waits_for_requests_that_end(redis_db: str) -> None:
         for options, reason in (({"drain_timeout": 60.0}, "length"), ({"abort_first": True}, "abort")):
             task = asyncio.create_task(it.generate(endless))
             await eventually(lambda: running.engine._running)
-            await it.sleep(tags=[MemoryTag.KV_CACHE], timeout=10.0, drain_timeout=0.01)
+            await it.sleep(tags=["kv_cache"], timeout=10.0, drain_timeout=0.01)
             assert it._calls.under_way  # it goes on after wake_up
-            await it.wake_up(tags=MemoryTag.KV_CACHE, timeout=10.0)
+            await it.wake_up(tags="kv_cache", timeout=10.0)
             await eventually(lambda: running.engine._running)
             if reason == "length":
                 asyncio.get_running_loop().call_later(0.2, hurry, running)

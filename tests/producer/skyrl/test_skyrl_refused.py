@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from support.pools.pool import worker
 from support.pools.skyrl import engine
-from support.pools.skyrl_trainer import NAMES, weights
+from support.pools.skyrl_trainer import NAMES, request, weights
 
 from rolloutmq.messages.errors import WeightSyncError
 from rolloutmq.producer.skyrl import IncompleteWeights, SkyRLEngine
@@ -26,11 +26,6 @@ class Choosy(ScriptedEngine):
         if "strange" in found:
             raise RuntimeError("no tensor is called strange")
         super().load_weights(found.items())
-
-
-def request(seed: int, **more: torch.Tensor) -> dict[str, Any]:
-    tensors = weights(seed) | more
-    return {"names": list(tensors), "tensors": list(tensors.values())}
 
 
 @pytest.fixture
@@ -51,7 +46,7 @@ async def test_a_refused_sync_does_not_stop_the_next_correct_one(it: SkyRLEngine
     await it.update_named_weights(request(4))
     await it.reset_prefix_cache()
     assert await it.get_weight_version() == "4"
-    await it.update_named_weights(request(5) | {"names": NAMES[:2], "tensors": list(weights(5).values())[:2]})
+    await it.update_named_weights(request(5, NAMES[:2]))
     with pytest.raises(IncompleteWeights, match=NAMES[2]):
         await it.reset_prefix_cache()
 
@@ -61,7 +56,7 @@ async def test_a_load_from_disk_is_a_version_like_a_sync(it: SkyRLEngine, tmp_pa
     await it.update_named_weights(request(1, lm_extra=torch.ones(2)))
     await it.reset_prefix_cache()
     await it.update_weight_version(7)
-    await it.update_named_weights(request(2) | {"names": NAMES[:1], "tensors": list(weights(2).values())[:1]})
+    await it.update_named_weights(request(2, NAMES[:1]))
     await it.load_weights_from_disk(str(tmp_path))
     assert await it.get_weight_version() == "7", "the number that was named for the next version"
     await it.reset_prefix_cache()

@@ -27,7 +27,6 @@ async def test_chunks_of_several_prompts_and_samples(redis_db: str) -> None:
         engine(redis_db) as it,
     ):
         await joined(it, 2)
-        assert it.supports_streaming()
         chunks: dict[int, list[StreamingChunk]] = {}
         async for chunk in it.generate_stream(batch):
             chunks.setdefault(chunk["index"], []).append(chunk)

@@ -34,14 +34,12 @@ def test_one_handle_for_all() -> None:
     assert read_update(extras | {"extras": [{"ipc_handles": HANDLE}]}).packed
 
 
-def test_a_handle_each_and_the_older_form_for_one_tensor() -> None:
+def test_a_handle_each() -> None:
     update = read_update(
         {"names": ["a", "b"], "dtypes": ["half"] * 2, "shapes": [[1]] * 2, "extras": [{"ipc_handles": HANDLE}] * 2}
     )
     assert (update.way, update.packed, len(update.handles), update.dtypes[0]) == ("ipc", False, 2, "float16")
-    update = read_update({"name": "a", "dtype": "torch.float32", "shape": [2], "extras": {"ipc_handles": HANDLE}})
-    assert (update.way, update.names, update.shapes, update.dtypes) == ("ipc", ("a",), ((2,),), ("float32",))
-    update = read_update({"name": "a", "dtype": torch.float32, "shape": torch.Size([2]), "extras": None})
+    update = read_update({"names": ["a"], "dtypes": [torch.float32], "shapes": [torch.Size([2])], "extras": None})
     assert (update.way, update.dtypes, update.shapes) == ("broadcast", ("float32",), ((2,),))
 
 
@@ -50,7 +48,6 @@ def test_tensors_say_what_they_are() -> None:
     for request in (
         {"names": ["a"], "tensors": [tensor]},
         {"names": ["a"], "extras": [{"tensor": tensor}]},
-        {"name": "a", "tensor": tensor},
     ):
         update = read_update(request)
         assert (update.way, update.dtypes, update.shapes) == ("tensors", ("bfloat16",), ((2, 3),))

@@ -18,7 +18,7 @@ from support.pools import skyrl_trainer
 from support.pools.commanded import hurry
 from support.pools.pool import Running, eventually, worker
 from support.pools.skyrl import check_output, engine, joined
-from support.pools.skyrl_trainer import NAMES, SHAPES, weights
+from support.pools.skyrl_trainer import NAMES, SHAPES, request, weights
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import InvalidField
@@ -27,17 +27,6 @@ from rolloutmq.producer.skyrl import IncompleteWeights, SkyRLEngine
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 PROMPT: Any = {"prompt_token_ids": [[1, 2]], "sampling_params": {"max_tokens": 4}}
-
-
-def request(seed: int, names: tuple[str, ...] = NAMES) -> dict[str, Any]:
-    """With the tensors themselves."""
-    tensors = weights(seed)
-    return {
-        "names": list(names),
-        "dtypes": ["torch.bfloat16"] * len(names),
-        "shapes": [SHAPES[name] for name in names],
-        "tensors": [tensors[name] for name in names],
-    }
 
 
 def announced(names: tuple[str, ...] = NAMES) -> dict[str, Any]:
@@ -149,7 +138,7 @@ async def test_a_trainers_broadcasts_reach_every_worker_as_one_version(
                 elif form == "positional":
                     await it.update_named_weights(announced((name,)))
                 else:
-                    await it.update_named_weight({"name": name, "dtype": "bfloat16", "shape": SHAPES[name]})
+                    await it.update_named_weights({"names": [name], "dtypes": ["bfloat16"], "shapes": [SHAPES[name]]})
             await source.hear("sent")
             assert await it.get_weight_version() == str(seed - 1)  # nothing is announced before the sync ends
             await it.reset_prefix_cache()
@@ -237,7 +226,7 @@ async def test_the_models_checkpoint_says_what_the_first_version_has(redis_db: s
         await it.update_named_weights(request(1, NAMES[:2]))
         with pytest.raises(IncompleteWeights, match="lm_head"):
             await it.reset_prefix_cache()
-        await it.update_named_weights({"names": ["strange", *NAMES], "tensors": [torch.ones(2), *weights(1).values()]})
+        await it.update_named_weights(request(1, strange=torch.ones(2)))
         with pytest.raises(WeightSyncError, match="strange"):
             await it.reset_prefix_cache()
         assert await it.get_weight_version() == "0"
@@ -316,13 +305,12 @@ async def test_a_group_of_that_name_is_there(redis_db: str, source: Trainer) -> 
 async def test_overlapped(redis_db: str) -> None:
     scripted = ScriptedEngine(tokens_per_s=200)
     async with worker(redis_db, engine=scripted) as running, engine(redis_db) as it:
-        assert it.supports_overlapped_weight_sync()
         sampling = {"max_tokens": 10_000}  # they run until `hurry`
         task = asyncio.create_task(it.generate({"prompt_token_ids": [[1]] * 4, "sampling_params": sampling}))
         await eventually(lambda: len(scripted._running) == 4)
         handle = await it.start_weight_transfer(request(1))
         assert (handle.is_complete, handle.error) == (False, None)
-        assert await it.finish_weight_transfer(handle, flush_cache=False) == "1"
+        assert await it.finish_weight_transfer(handle) == "1"
         assert (handle.is_complete, handle.error) == (True, None)
         assert await it.overlapped_weight_sync(request(2)) == "2"
         hurry(running)

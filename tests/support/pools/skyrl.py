@@ -38,7 +38,7 @@ async def joined(it: SkyRLEngine, count: int = 1) -> None:
     """Wait until so many workers are in the pool: `worker` returns a moment before."""
 
     async def all_there() -> bool:
-        return len(await it.workers()) == count
+        return len(await (await it.client()).workers()) == count
 
     await eventually(all_there)
 

@@ -6,8 +6,11 @@ the tensors of `weights(SEED)` in it and prints "sent"; "file GROUP PATH" those 
 
 from __future__ import annotations
 
+import json
 import sys
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,29 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     """bfloat16 tensors that every process can make."""
     source = torch.Generator().manual_seed(seed)
     return {name: torch.randn(SHAPES[name], generator=source).to(torch.bfloat16) for name in NAMES}
+
+
+def request(seed: int, names: tuple[str, ...] = NAMES, **more: torch.Tensor) -> dict[str, Any]:
+    """A request with the tensors themselves."""
+    tensors = {name: weights(seed)[name] for name in names} | more
+    return {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype) for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "tensors": list(tensors.values()),
+    }
+
+
+def adapter(folder: Path) -> str:
+    """A folder with an adapter as PEFT saves it."""
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{layer}.lora_A.weight": torch.ones(4, 32), f"{layer}.lora_B.weight": torch.ones(48, 4)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 def stored(path: str) -> list[torch.Tensor]:
