@@ -5,35 +5,80 @@ Tokens and log-probabilities are not written again: the job's client has them in
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
 
 from ..messages.broker import Beat, Claim, Finished, Lease, Piece, Release, ShardedLease, Witness
+from ..messages.errors import ConfigError, RequestRefused
 from ..messages.journal import Entry, Journal, Record, attempt_record, of_announcement, versions_of
 from ..messages.model import Command, CommandReply, UpdateMode, WeightAnnouncement, WorkerStatus
 from ..sync.transfer import TransferReport
 from .config import WorkerConfig
 
+FLUSH_S = 5.0
+"""So long a command that asks for a journal waits until its beginning is in the file."""
+
 
 class WorkerJournal:
-    """One worker's journal, over all its incarnations; without a folder it writes nothing.
+    """One worker's journal, over all its incarnations; while there is no folder it writes nothing.
 
     worker_id: the incarnation's, which every entry has.
     """
 
-    def __init__(self, folder: Path | str | None) -> None:
-        """Raises ConfigError if the folder cannot be written."""
+    def __init__(
+        self,
+        folder: str | None,
+        status: Callable[[], WorkerStatus],
+        claimed: Callable[[], Iterable[tuple[Claim, float]]],
+    ) -> None:
+        """status(), claimed(): who the worker is, and what it holds, each with the seconds since it was claimed: the
+        beginning of a journal that begins while it runs. Raises ConfigError if the folder cannot be written."""
         self.worker_id = ""
+        self._status, self._claimed = status, claimed
         self._journal = None if folder is None else Journal(folder)
+        self._folder = "" if folder is None else _folder(folder)
+        self._opening: asyncio.Future[Journal] | None = None
 
-    def close(self) -> None:
-        """Write what waits; blocks."""
-        if self._journal is not None:
-            self._journal.close()
+    async def begin(self, folder: str) -> Mapping[str, Any]:
+        """Write from now on into a folder or URL; one that is written to already is left as it is.
+
+        Returns where that is, and how many entries are in the file and lost. Raises ConfigError if it cannot be
+        written, RequestRefused if the worker writes elsewhere. Neither changes anything.
+        """
+        if self._journal is None:
+            self._opening = asyncio.ensure_future(asyncio.to_thread(Journal, folder))
+            self._journal = await asyncio.shield(self._opening)  # whose lock is to be ended, whoever is cancelled here
+            self._folder = _folder(folder)
+            self.worker("present", **_identity(self._status()))
+            self.attempts(_held, list(self._claimed()))
+        elif self._folder != _folder(folder):
+            raise RequestRefused(f"journal: it is written into {self._folder}; switch that off first")
+        await asyncio.to_thread(self._journal.flush, FLUSH_S)
+        return self._told(self._journal)
+
+    async def end(self) -> Mapping[str, Any]:
+        """Write what waits, and nothing more from now on. Returns what `begin` returns; nothing, if there was none."""
+        if (journal := self._journal) is None:
+            return {}
+        self._journal = self._opening = None
+        await asyncio.to_thread(journal.close)
+        return self._told(journal) | ({"not_uploaded": left} if (left := journal.not_uploaded) else {})
+
+    def _told(self, journal: Journal) -> dict[str, Any]:
+        return {"folder": self._folder, "entries": journal.written, "lost": journal.lost}
+
+    async def close(self) -> None:
+        """Write what waits: the worker ends."""
+        if self._journal is None and self._opening is not None:  # a command that was cut off
+            with contextlib.suppress(ConfigError):
+                self._journal = await self._opening
+        await self.end()
 
     def lease(self, redis: Redis, config: WorkerConfig, worker_id: str, witnesses: Sequence[Witness]) -> Lease:
         """The lease of a new incarnation, which writes down what is done under it. witnesses: one for each shard."""
@@ -46,10 +91,8 @@ class WorkerJournal:
         return parts[0] if len(parts) == 1 else ShardedLease(parts)
 
     def _lease(self, redis: Redis, config: WorkerConfig, worker_id: str, witness: Witness, **place: int) -> Lease:
-        kind = Lease if self._journal is None else RecordedLease
-        lease = kind(redis, config.pool, worker_id, config.lease_s, witness, **place)
-        if isinstance(lease, RecordedLease):
-            lease.journal = self
+        lease = RecordedLease(redis, config.pool, worker_id, config.lease_s, witness, **place)
+        lease.journal = self
         return lease
 
     def worker(self, what: str, **data: Any) -> None:
@@ -97,15 +140,14 @@ class RecordedLease(Lease):
 
     async def join(self, status: WorkerStatus) -> Beat:
         beat = await super().join(status)
-        told = {"host", "pid", "model", "engine", "device", "version", "max_running"}
-        self.journal.worker("joined", **status.model_dump(include=told))
+        self.journal.worker("joined", **_identity(status))
         return beat
 
     async def claim(
         self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None, carried: int = 0
     ) -> list[Claim]:
         claims = await super().claim(max_jobs, max_samples, version, adapters, carried)
-        self.journal.attempts(_claimed, claims, version)
+        self.journal.attempts(_claimed, claims, [version])
         return claims
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
@@ -146,12 +188,29 @@ class RecordedLease(Lease):
         return counts
 
 
-def _claimed(at: float, worker: str, claims: Sequence[Claim], version: int) -> Iterable[Record]:
+def _folder(given: str) -> str:
+    """Where a journal is, always in the same words."""
+    return given.rstrip("/") if "://" in given else os.path.abspath(given)
+
+
+def _identity(status: WorkerStatus) -> dict[str, Any]:
+    return status.model_dump(include={"host", "pid", "model", "engine", "device", "version", "max_running"})
+
+
+def _claimed(at: float, worker: str, claims: Sequence[Claim], versions: Sequence[int] = ()) -> Iterable[Record]:
     for one in claims:
         told = {"what": "claimed", "worker": worker, "queued_s": one.queued_s, "samples": one.n - len(one.published)}
         if one.partials:  # saved by earlier workers
             told["continued"] = sorted(one.partials)
-        yield attempt_record(at, one.job_id, one.attempt, told, versions=[version])
+        yield attempt_record(at, one.job_id, one.attempt, told, versions=versions)
+
+
+def _held(at: float, worker: str, held: Sequence[tuple[Claim, float]]) -> Iterable[Record]:
+    """Claims of before the journal, as of when they were made."""
+    for claim, held_s in held:
+        for record in _claimed(at - held_s, worker, [claim]):
+            record["d"]["held_s"] = held_s
+            yield record
 
 
 def _saved(at: float, worker: str, pieces: Sequence[Piece], states: Sequence[str]) -> Iterable[Record]:

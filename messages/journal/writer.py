@@ -91,7 +91,8 @@ class Journal:
                     raise InvalidField(name, value, "None for a URL: what is kept there is for its own rules")
             self.folder = spool_for(elsewhere)
         self.writer = f"{re.sub(r'[^A-Za-z0-9]', '', socket.gethostname())[:32]}{secrets.token_hex(4)}"
-        self.lost = 0
+        self.written = self.lost = 0
+        """Entries that are in the file, those about losses among them; and that are in none."""
         self._segment_bytes, self._segment_s = segment_bytes, segment_s
         self._keep_bytes, self._keep_s, self._flush_s = keep_bytes, keep_s, flush_s
         self._buffer_bytes, self._redact = buffer_bytes, redact
@@ -207,6 +208,11 @@ class Journal:
         if self._uploader is not None:
             self._uploader.close(UPLOAD_S)
 
+    @property
+    def not_uploaded(self) -> int:
+        """Segments that are here and are to be elsewhere. After `close` the next process of this host moves them."""
+        return 0 if self._uploader is None else len(list(self.folder.glob(f"*-{self.writer}-*{SUFFIX}")))
+
     def __enter__(self) -> Self:
         return self
 
@@ -303,6 +309,7 @@ class Journal:
             self._begin()
         assert self._segment is not None
         self._segment.block(packed)
+        self.written += sum(one.entries for one in packed)
 
     def _is_full(self, segment: SegmentWriter) -> bool:
         return segment.nbytes >= self._segment_bytes or time.monotonic() - self._began >= self._segment_s
@@ -319,6 +326,7 @@ class Journal:
             if not segment.is_there:
                 log.error("journal %s: %s was deleted: %d are lost", self.folder, segment.path.name, segment.entries)
                 with self._state:
+                    self.written -= segment.entries
                     self.lost += segment.entries
                     self._lost_untold += segment.entries
             segment.close()
