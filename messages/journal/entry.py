@@ -171,9 +171,9 @@ def versions_of(result: Result) -> list[int]:
 # --- what trainers, workers and publishers say -----------------------------------------------------------------------
 
 
-def of_announcement(announcement: WeightAnnouncement, at: float, frame: bytes | None = None) -> Entry:
-    """Weights were announced to the pool. frame: the encoded announcement, if it is there already."""
-    return Entry("announcement", at, versions=(announcement.version,), content=frame or announcement)
+def of_announcement(announcement: WeightAnnouncement, at: float) -> Entry:
+    """Weights were announced to the pool."""
+    return Entry("announcement", at, versions=(announcement.version,), content=announcement)
 
 
 def note(job_id: str, sample: int, attempt: int, data: Mapping[str, Any], at: float) -> Entry:
