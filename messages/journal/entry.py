@@ -176,13 +176,6 @@ def of_announcement(announcement: WeightAnnouncement, at: float) -> Entry:
     return Entry("announcement", at, versions=(announcement.version,), content=announcement)
 
 
-def note(job_id: str, sample: int, attempt: int, data: Mapping[str, Any], at: float) -> Entry:
-    """What a trainer has to say of a sample. Raises InvalidField if it is no plain data."""
-    if not isinstance(job_id, str) or not job_id:
-        raise InvalidField("job_id", job_id, "a job's id")
-    return Entry("note", at, job_id, sample=sample, attempt=attempt, data=data)
-
-
 def pack_data(data: Mapping[str, Any]) -> dict[str, Any]:
     """Plain data; arrays become their bytes. Raises InvalidField for what is neither."""
     if not all(isinstance(name, str) for name in data):

@@ -25,7 +25,7 @@ from pathlib import Path
 from ..errors import ConfigError, InvalidField, MessageError
 from .entry import Entry
 from .locks import is_left
-from .reader import replaced_by
+from .reader import entries_of, replaced_by
 from .segment import MERGED, SUFFIX, TORN, Header, Packed, SegmentReader, SegmentWriter
 
 BLOCK_BYTES = 512 << 10
@@ -267,18 +267,7 @@ def _entries(paths: list[Path], damage: dict[Path, str]) -> Generator[Entry]:
             if not text.endswith(TORN):  # the writer died: there is nothing more in it
                 damage.setdefault(path, text)
 
-        try:
-            reader = SegmentReader(path, problem)
-        except (OSError, MessageError) as error:
-            problem(str(error))
-            return
-        try:
-            yield from reader.entries(None, -math.inf, math.inf)
-        except OSError as error:
-            problem(str(error))
-            return
-        finally:
-            reader.close()
+        yield from entries_of(path, problem)
 
 
 def _sync(folder: Path) -> None:

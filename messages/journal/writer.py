@@ -20,7 +20,7 @@ from ..codec import Job, Result, encode
 from ..errors import ConfigError, InvalidField
 from ..model import JobFailure
 from ..remote import without_secrets
-from .entry import Consumed, Entry, Record, note, of_consumed, of_jobs, of_outcomes
+from .entry import Consumed, Entry, Record, of_consumed, of_jobs, of_outcomes
 from .locks import is_written
 from .remote import Uploader, is_url, spool_for
 from .segment import SUFFIX, Header, Packed, SegmentWriter
@@ -142,11 +142,11 @@ class Journal:
         job. data: plain data, and arrays (numpy's, or torch's on the CPU) of numbers, such as a mask or a value for
         each token. Arrays are copied at once; floats of 64 bits become float32. Raises InvalidField.
         """
-        if isinstance(of, str):
-            place = (of, -1, -1)
-        else:
-            place = of if isinstance(of, tuple) else (of.job_id, of.sample, of.attempt)
-        self.add(note(*place, data, time.time()))
+        place = (of, -1, -1) if isinstance(of, str) else of if isinstance(of, tuple) else Consumed.of(of)
+        job_id, sample, attempt = place
+        if not isinstance(job_id, str) or not job_id:
+            raise InvalidField("job_id", job_id, "a job's id")
+        self.add(Entry("note", time.time(), job_id, sample=sample, attempt=attempt, data=data))
 
     def add(self, entry: Entry) -> None:
         """Any entry. Raises InvalidField for data that is not plain."""
