@@ -15,7 +15,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from ..messages.broker import Beat, Claim, Finished, Lease, Piece, Release, ShardedLease, Witness
-from ..messages.errors import ConfigError, RequestRefused
+from ..messages.errors import RequestRefused
 from ..messages.journal import Entry, Journal, Record, attempt_record, of_announcement, versions_of
 from ..messages.model import Command, CommandReply, UpdateMode, WeightAnnouncement, WorkerStatus
 from ..sync.transfer import TransferReport
@@ -56,7 +56,7 @@ class WorkerJournal:
             self._journal = await asyncio.shield(self._opening)  # whose lock is to be ended, whoever is cancelled here
             self._folder = _folder(folder)
             self.worker("present", **_identity(self._status()))
-            self.attempts(_held, list(self._claimed()))
+            self.attempts(_held(self.worker_id, *one) for one in self._claimed())
         elif self._folder != _folder(folder):
             raise RequestRefused(f"journal: it is written into {self._folder}; switch that off first")
         await asyncio.to_thread(self._journal.flush, FLUSH_S)
@@ -76,7 +76,7 @@ class WorkerJournal:
     async def close(self) -> None:
         """Write what waits: the worker ends."""
         if self._journal is None and self._opening is not None:  # a command that was cut off
-            with contextlib.suppress(ConfigError):
+            with contextlib.suppress(Exception):  # whatever it is, the command was answered with it
                 self._journal = await self._opening
         await self.end()
 
@@ -84,16 +84,13 @@ class WorkerJournal:
         """The lease of a new incarnation, which writes down what is done under it. witnesses: one for each shard."""
         self.worker_id = worker_id
         clients = getattr(redis, "shards", ()) or (redis,)
-        parts = [
-            self._lease(one, config, worker_id, witness, shard=shard, shards=len(clients))
-            for shard, (one, witness) in enumerate(zip(clients, witnesses, strict=True))
-        ]
+        parts: list[Lease] = []
+        for shard, (one, witness) in enumerate(zip(clients, witnesses, strict=True)):
+            place = {"shard": shard, "shards": len(clients)}
+            lease = RecordedLease(one, config.pool, worker_id, config.lease_s, witness, **place)
+            lease.journal = self
+            parts.append(lease)
         return parts[0] if len(parts) == 1 else ShardedLease(parts)
-
-    def _lease(self, redis: Redis, config: WorkerConfig, worker_id: str, witness: Witness, **place: int) -> Lease:
-        lease = RecordedLease(redis, config.pool, worker_id, config.lease_s, witness, **place)
-        lease.journal = self
-        return lease
 
     def worker(self, what: str, **data: Any) -> None:
         """Something happened to the worker itself."""
@@ -127,10 +124,10 @@ class WorkerJournal:
             told = {"what": "went on", "worker": self.worker_id, "mode": mode, "seconds": seconds, "tokens": tokens}
             self._journal.add(Entry("weights", time.time(), versions=(version,), data=told))
 
-    def attempts(self, make: Callable[..., Iterable[Record]], things: Sequence[Any], *more: Any) -> None:
-        """Something happened to jobs that the worker holds. make(time, worker, things, *more): their records."""
+    def attempts(self, records: Iterable[Record]) -> None:
+        """Something happened to jobs that the worker holds. records: are made only if there is a journal."""
         if self._journal is not None:
-            self._journal.add_records(make(time.time(), self.worker_id, things, *more))
+            self._journal.add_records(records)
 
 
 class RecordedLease(Lease):
@@ -147,34 +144,50 @@ class RecordedLease(Lease):
         self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None, carried: int = 0
     ) -> list[Claim]:
         claims = await super().claim(max_jobs, max_samples, version, adapters, carried)
-        self.journal.attempts(_claimed, claims, [version])
+        self.journal.attempts(_claimed(self.worker_id, one, versions=[version]) for one in claims)
         return claims
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
         states = await super().checkpoint(pieces)
-        self.journal.attempts(_saved, pieces, states)
+        self.journal.attempts(map(self._saved, pieces, states))
         return states
+
+    def _saved(self, one: Piece, state: str) -> Record:
+        made = one.partial
+        told = {"start": made.start, "tokens": len(made.token_ids), "state": state}
+        versions = sorted({version for version, _ in made.segments})
+        return self._did("saved", one, told, sample=one.sample, versions=versions)
 
     async def complete(self, finished: Sequence[Finished]) -> list[str]:
         states = await super().complete(finished)
-        self.journal.attempts(_published, finished, states)
+        self.journal.attempts(
+            self._did("published", one, {"state": state}, sample=one.sample, versions=versions_of(one.result))
+            for one, state in zip(finished, states, strict=True)
+        )
         return states
 
     async def release(self, jobs: Sequence[Release], max_lost: int, to: str = "") -> list[str]:
         states = await super().release(jobs, max_lost, to)
-        self.journal.attempts(_given_back, jobs, states, to)
+        more = {"to": to} if to else {}
+        self.journal.attempts(
+            self._did("given back", one, {"state": state, "lost": one.lost, "pieces": len(one.pieces)} | more)
+            for one, state in zip(jobs, states, strict=True)
+        )
         return states
 
     async def bury(self, job_id: str, attempt: int, cause: str, host: str, error: str) -> bool:
         done = await super().bury(job_id, attempt, cause, host, error)
-        told = {"what": "dead-lettered", "state": _state(done), "cause": cause, "error": error[:2000]}
-        self.journal.attempts(_ended, [(job_id, attempt)], told)
+        told = {"state": _state(done), "cause": cause, "error": error[:2000]}
+        self.journal.attempts([self._did("dead-lettered", Release(job_id, attempt), told)])
         return done
 
     async def expire(self, job_id: str, attempt: int) -> bool:
         done = await super().expire(job_id, attempt)
-        self.journal.attempts(_ended, [(job_id, attempt)], {"what": "expired", "state": _state(done)})
+        self.journal.attempts([self._did("expired", Release(job_id, attempt), {"state": _state(done)})])
         return done
+
+    def _did(self, what: str, of: Piece | Finished | Release, told: dict[str, Any], **place: Any) -> Record:
+        return attempt_record(of.job_id, of.attempt, {"what": what, "worker": self.worker_id} | told, **place)
 
     async def leave(self) -> int:
         held = await super().leave()
@@ -197,46 +210,18 @@ def _identity(status: WorkerStatus) -> dict[str, Any]:
     return status.model_dump(include={"host", "pid", "model", "engine", "device", "version", "max_running"})
 
 
-def _claimed(at: float, worker: str, claims: Sequence[Claim], versions: Sequence[int] = ()) -> Iterable[Record]:
-    for one in claims:
-        told = {"what": "claimed", "worker": worker, "queued_s": one.queued_s, "samples": one.n - len(one.published)}
-        if one.partials:  # saved by earlier workers
-            told["continued"] = sorted(one.partials)
-        yield attempt_record(at, one.job_id, one.attempt, told, versions=versions)
+def _claimed(worker: str, one: Claim, **told: Any) -> Record:
+    data = {"what": "claimed", "worker": worker, "queued_s": one.queued_s, "samples": one.n - len(one.published)}
+    if one.partials:  # saved by earlier workers
+        data["continued"] = sorted(one.partials)
+    return attempt_record(one.job_id, one.attempt, data, **told)
 
 
-def _held(at: float, worker: str, held: Sequence[tuple[Claim, float]]) -> Iterable[Record]:
-    """Claims of before the journal, as of when they were made."""
-    for claim, held_s in held:
-        for record in _claimed(at - held_s, worker, [claim]):
-            record["d"]["held_s"] = held_s
-            yield record
-
-
-def _saved(at: float, worker: str, pieces: Sequence[Piece], states: Sequence[str]) -> Iterable[Record]:
-    for one, state in zip(pieces, states, strict=True):
-        made = one.partial
-        told = {"what": "saved", "worker": worker, "start": made.start, "tokens": len(made.token_ids), "state": state}
-        versions = sorted({version for version, _ in made.segments})
-        yield attempt_record(at, one.job_id, one.attempt, told, sample=one.sample, versions=versions)
-
-
-def _published(at: float, worker: str, finished: Sequence[Finished], states: Sequence[str]) -> Iterable[Record]:
-    for one, state in zip(finished, states, strict=True):
-        told = {"what": "published", "worker": worker, "state": state}
-        yield attempt_record(at, one.job_id, one.attempt, told, sample=one.sample, versions=versions_of(one.result))
-
-
-def _given_back(at: float, worker: str, jobs: Sequence[Release], states: Sequence[str], to: str) -> Iterable[Record]:
-    for one, state in zip(jobs, states, strict=True):
-        told = {"what": "given back", "worker": worker, "state": state, "lost": one.lost, "pieces": len(one.pieces)}
-        told |= {"to": to} if to else {}
-        yield attempt_record(at, one.job_id, one.attempt, told)
-
-
-def _ended(at: float, worker: str, jobs: Sequence[tuple[str, int]], told: dict[str, Any]) -> Iterable[Record]:
-    for job_id, attempt in jobs:
-        yield attempt_record(at, job_id, attempt, {"worker": worker} | told)
+def _held(worker: str, one: Claim, held_s: float) -> Record:
+    """A claim of before the journal, as of when it was made."""
+    record = _claimed(worker, one, ago_s=held_s)
+    record["d"]["held_s"] = held_s
+    return record
 
 
 def _state(done: bool) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, InvalidField, MessageError
 from .entry import Entry
-from .locks import is_left
+from .locks import is_held
 from .reader import entries_of, replaced_by
 from .segment import MERGED, SUFFIX, TORN, Header, Packed, SegmentReader, SegmentWriter
 
@@ -193,7 +193,7 @@ class _Run:
         if reader.index is None and time.time() - path.stat().st_mtime < self.grace_s:
             return "it was written to a moment ago", math.inf
         last = float(reader.index.lasts.max()) if reader.index is not None and reader.index.lasts.size else math.inf
-        return "" if is_left(path) else "its writer is there", last
+        return "" if is_held(path) is False else "its writer is there", last
 
     def merge(self, batch: list[Path]) -> None:
         """Merge segments into one, without those that turn out to be damaged, and later ones of the same writers."""

@@ -25,7 +25,7 @@ from msgpack.exceptions import UnpackException
 from ..errors import ConfigError, MalformedMessage, MessageError, UnsupportedVersion
 from .entry import Entry, Record
 from .index import INDEX_MAGIC, Index, hashes_of
-from .locks import is_left, lock
+from .locks import is_held, lock
 
 MERGED = "merged"
 """The writer of a segment that others were merged into has a name that begins so."""
@@ -361,4 +361,4 @@ class SegmentReader:
 
     def _is_left(self) -> bool:
         """Whether it is one of this release whose writer is gone. Of others it is not known how they end."""
-        return self.header.minor == MINOR and isinstance(self._path, Path) and is_left(self._path)
+        return self.header.minor == MINOR and isinstance(self._path, Path) and is_held(self._path) is False

@@ -21,7 +21,7 @@ from ..errors import ConfigError, InvalidField
 from ..model import JobFailure
 from ..remote import without_secrets
 from .entry import Consumed, Entry, Record, of_consumed, of_jobs, of_outcomes
-from .locks import is_written
+from .locks import is_held
 from .remote import Uploader, is_url, spool_for
 from .segment import SUFFIX, Header, Packed, SegmentWriter
 
@@ -347,7 +347,7 @@ class Journal:
         found = {path: about for path in sorted(self.folder.glob(f"*{SUFFIX}")) if (about := _about(path)) is not None}
         total, now = sum(about.st_size for path, about in found.items() if path != mine), time.time()
         for path, about in found.items():
-            if path == mine or is_written(path):
+            if path == mine or is_held(path):
                 continue
             old = self._keep_s is not None and now - about.st_mtime > self._keep_s
             if not old and (self._keep_bytes is None or total <= self._keep_bytes):
