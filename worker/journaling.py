@@ -53,7 +53,7 @@ class WorkerJournal:
         """
         if self._journal is None:
             self._opening = asyncio.ensure_future(asyncio.to_thread(Journal, folder))
-            self._journal = await asyncio.shield(self._opening)  # whose lock is to be ended, whoever is cancelled here
+            self._journal = await asyncio.shield(self._opening)  # if this is cut off, `close` ends it
             self._folder = _folder(folder)
             self.worker("present", **_identity(self._status()))
             self.attempts(_held(self.worker_id, *one) for one in self._claimed())
