@@ -273,3 +273,4 @@ class BlockingPoolControl(BlockingContext[PoolControl]):
     unload_adapter = waits(PoolControl.unload_adapter)
     start_profile = waits(PoolControl.start_profile)
     stop_profile = waits(PoolControl.stop_profile)
+    journal = waits(PoolControl.journal)

@@ -325,6 +325,18 @@ class PoolControl:
         params = {"fetch_bytes": fetch_bytes} | ({"upload": upload} if upload else {})
         return await self.send("stop_profile", params, worker_id=worker_id, timeout=timeout)
 
+    # --- journals --------------------------------------------------------------------------------------------------
+
+    async def journal(
+        self, switch: Literal["on", "off"], folder: str = "", *, worker_id: str = "", timeout: float = 90.0
+    ) -> Answers:
+        """Have workers write a journal from now on, into a folder of their hosts or a URL, or end it.
+
+        Results have `folder`, and how many `entries` are written and `lost`.
+        """
+        params = {"switch": switch} | ({"folder": folder} if folder else {})
+        return await self.send("journal", params, worker_id=worker_id, timeout=timeout)
+
 
 def _stopped(answer: Answer, there: bool, timeout: float) -> Answer:
     if there:

@@ -85,7 +85,7 @@ class Worker:
             lacks=self._refuse_or_release,
         )
         self._notices = None if config.spot is None else notices_of(config.spot)
-        self._journal = WorkerJournal(config.journal)
+        self._journal = WorkerJournal(config.journal, self._status, self._admission.claimed)
         self._follower: WeightFollower | None = None
         self._claims: ClaimLoop | None = None
         self._lease: Lease | None = None
@@ -123,11 +123,8 @@ class Worker:
         self._follower = WeightFollower(*served, snapshots=snapshots)
         self._service.follower = self._follower
         self._commands = worker_commands(
-            self._engine,
-            self._generation,
-            self._follower,
-            self._service,
-            ledger,
+            *(self._engine, self._generation, self._follower, self._service, ledger),
+            journal=self._journal,
             drain=self.drain,
             state=self._current_state,
             on_done=self._blocks.done,
@@ -142,7 +139,7 @@ class Worker:
         finally:
             await self._tools.close()
             await self._engine.close()
-            await asyncio.to_thread(self._journal.close)
+            await self._journal.close()
             for client in (redis, listener, waker):
                 await client.aclose()
 

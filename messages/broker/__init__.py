@@ -7,7 +7,7 @@ from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_BYTES, Beat, Claim, Finished, Lease, Piece, Release
 from .needs import ADAPTERS_FROM, SLOTS_FROM, Waiting, can_of, kin_of, needed, total_of
 from .pool_load import PoolLoad
-from .replies import ENTRY_BYTES, Frames, Receipt, Reply, as_replies
+from .replies import ENTRY_BYTES, Frames, Receipt, Reply
 from .sharded_broker import ShardedBroker, broker_of, sum_of
 from .sharded_lease import AWAY, ShardedLease, tell_shards
 from .submissions import BATCH_BYTES
@@ -41,7 +41,6 @@ __all__ = [
     "ShardedLease",
     "Waiting",
     "Witness",
-    "as_replies",
     "broker_of",
     "can_of",
     "kin_of",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -148,16 +149,17 @@ def of_consumed(outcomes: Sequence[Consumed], client_id: str, at: float) -> Iter
 
 
 def attempt_record(
-    at: float,
     job_id: str,
     attempt: int,
     data: dict[str, Any],
     *,
     sample: int | None = None,
     versions: Sequence[int] = (),
+    ago_s: float = 0.0,
 ) -> Record:
-    """Something that happened to one attempt of a job, or to a sample of it. data: its `what`, and more."""
-    record = {"t": at, "e": "attempt", "j": job_id, "a": attempt, "v": versions, "d": data}
+    """Something that happened to one attempt of a job, or to a sample of it, `ago_s` seconds ago. data: its `what`, and
+    more."""
+    record = {"t": time.time() - ago_s, "e": "attempt", "j": job_id, "a": attempt, "v": versions, "d": data}
     return record if sample is None else record | {"s": sample}
 
 
@@ -171,16 +173,9 @@ def versions_of(result: Result) -> list[int]:
 # --- what trainers, workers and publishers say -----------------------------------------------------------------------
 
 
-def of_announcement(announcement: WeightAnnouncement, at: float, frame: bytes | None = None) -> Entry:
-    """Weights were announced to the pool. frame: the encoded announcement, if it is there already."""
-    return Entry("announcement", at, versions=(announcement.version,), content=frame or announcement)
-
-
-def note(job_id: str, sample: int, attempt: int, data: Mapping[str, Any], at: float) -> Entry:
-    """What a trainer has to say of a sample. Raises InvalidField if it is no plain data."""
-    if not isinstance(job_id, str) or not job_id:
-        raise InvalidField("job_id", job_id, "a job's id")
-    return Entry("note", at, job_id, sample=sample, attempt=attempt, data=data)
+def of_announcement(announcement: WeightAnnouncement, at: float) -> Entry:
+    """Weights were announced to the pool."""
+    return Entry("announcement", at, versions=(announcement.version,), content=announcement)
 
 
 def pack_data(data: Mapping[str, Any]) -> dict[str, Any]:

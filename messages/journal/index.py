@@ -26,49 +26,48 @@ _ENDS = b"rmqindex"
 class Index:
     """Where what is in a segment.
 
-    offsets: (b,) int64, where each block begins. firsts, lasts: (b,) float64, times of its entries. jobs: (k,) uint64,
+    offsets: (b,) int64, where each block begins. firsts, lasts: (b,) float64, times of its entries. ids: (k,) uint64,
     hashes of job ids (`hashes_of`), ascending. blocks: (k,) int32, the block that each of them is in.
     """
 
     offsets: npt.NDArray[np.int64]
     firsts: npt.NDArray[np.float64]
     lasts: npt.NDArray[np.float64]
-    jobs: npt.NDArray[np.uint64]
+    ids: npt.NDArray[np.uint64]
     blocks: npt.NDArray[np.int32]
 
     def blocks_of(self, job_ids: frozenset[str]) -> list[int]:
         """Numbers of the blocks in which entries of these jobs may be."""
         found: set[int] = set()
         for of_job in hashes_of(job_ids):
-            left, right = np.searchsorted(self.jobs, of_job, "left"), np.searchsorted(self.jobs, of_job, "right")
+            left, right = np.searchsorted(self.ids, of_job, "left"), np.searchsorted(self.ids, of_job, "right")
             found.update(map(int, self.blocks[left:right]))
         return sorted(found)
 
     def pack(self) -> bytes:
         """The skippable frame."""
-        arrays = {_NAMES.get(name, name): getattr(self, name).tobytes() for name in _ARRAYS}
+        arrays = {name: getattr(self, name).tobytes() for name in _ARRAYS}
         body: bytes = msgpack.packb(arrays | {"sum": _sum(arrays)})
         size = len(body) + _TAIL.size
         return _HEAD.pack(INDEX_MAGIC, size) + body + _TAIL.pack(len(body), _ENDS)
 
     @classmethod
-    def read(cls, file: BufferedReader, *, summed: bool = False) -> Self | None:
-        """The index at the end of a file; None if there is none, or it is damaged. summed: it has a checksum."""
+    def read(cls, file: BufferedReader) -> Self | None:
+        """The index at the end of a file; None if there is none, or it is damaged."""
         length, size = cls.length(file), file.tell()
         if length is None:
             return None
         file.seek(max(0, size - _TAIL.size - length))
         try:
             packed = msgpack.unpackb(file.read(length))
-            arrays = {_NAMES.get(name, name): packed[_NAMES.get(name, name)] for name in _ARRAYS}
-            if packed.get("sum", b"" if summed else None) not in {None, _sum(arrays)}:
+            if packed["sum"] != _sum({name: packed[name] for name in _ARRAYS}):
                 return None
-            made = cls(**{name: np.frombuffer(packed[_NAMES.get(name, name)], kind) for name, kind in _ARRAYS.items()})
+            made = cls(**{name: np.frombuffer(packed[name], kind) for name, kind in _ARRAYS.items()})
         except (ValueError, TypeError, KeyError, UnpackException):
             return None
-        blocks, jobs = len(made.offsets), len(made.jobs)
-        whole = len(made.firsts) == len(made.lasts) == blocks and len(made.blocks) == jobs
-        inside = not jobs or (made.blocks.min() >= 0 and made.blocks.max() < blocks)
+        blocks, ids = len(made.offsets), len(made.ids)
+        whole = len(made.firsts) == len(made.lasts) == blocks and len(made.blocks) == ids
+        inside = not ids or (made.blocks.min() >= 0 and made.blocks.max() < blocks)
         there = not blocks or (made.offsets.min() >= 0 and made.offsets.max() < size)
         return made if whole and inside and there else None
 
@@ -88,13 +87,8 @@ def _sum(arrays: dict[str, bytes]) -> bytes:
 
 
 _ARRAYS: dict[str, Any] = {
-    "offsets": np.int64, "firsts": np.float64, "lasts": np.float64, "jobs": np.uint64, "blocks": np.int32,
+    "offsets": np.int64, "firsts": np.float64, "lasts": np.float64, "ids": np.uint64, "blocks": np.int32,
 }  # fmt: skip
-_NAMES = {"jobs": "ids"}
-"""What an array is called in the file. Minor version 0 had other hashes, as `jobs`: each side reads the segments of the
-other without their index."""
-
-
 _HEX_ID = re.compile("[0-9a-fA-F]{32}")
 
 

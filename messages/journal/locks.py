@@ -23,29 +23,13 @@ def lock(file: Any) -> None:
             return
 
 
-def is_left(path: Path) -> bool:
-    """Whether the writer of a segment writes to it no more: its lock has ended, with the segment or the process.
-
-    Raises OSError for a file that cannot be opened.
-    """
-    return _is_held(path) is False
-
-
-def is_written(path: Path) -> bool:
-    """Whether somebody holds the lock of a segment. False for a file that is gone, and where there are no locks."""
+def is_held(path: Path) -> bool | None:
+    """Whether somebody still writes to a segment. None: nobody knows, the file is gone or there are no locks."""
     try:
-        return _is_held(path) is True
-    except OSError:
-        return False
-
-
-def _is_held(path: Path) -> bool | None:
-    """Whether somebody holds the lock; None where there are no locks."""
-    with path.open("rb") as file:
-        try:
+        with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return None
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
     return False

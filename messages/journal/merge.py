@@ -24,8 +24,8 @@ from pathlib import Path
 
 from ..errors import ConfigError, InvalidField, MessageError
 from .entry import Entry
-from .locks import is_left
-from .reader import replaced_by
+from .locks import is_held
+from .reader import entries_of, replaced_by
 from .segment import MERGED, SUFFIX, TORN, Header, Packed, SegmentReader, SegmentWriter
 
 BLOCK_BYTES = 512 << 10
@@ -193,7 +193,7 @@ class _Run:
         if reader.index is None and time.time() - path.stat().st_mtime < self.grace_s:
             return "it was written to a moment ago", math.inf
         last = float(reader.index.lasts.max()) if reader.index is not None and reader.index.lasts.size else math.inf
-        return "" if is_left(path) else "its writer is there", last
+        return "" if is_held(path) is False else "its writer is there", last
 
     def merge(self, batch: list[Path]) -> None:
         """Merge segments into one, without those that turn out to be damaged, and later ones of the same writers."""
@@ -267,18 +267,7 @@ def _entries(paths: list[Path], damage: dict[Path, str]) -> Generator[Entry]:
             if not text.endswith(TORN):  # the writer died: there is nothing more in it
                 damage.setdefault(path, text)
 
-        try:
-            reader = SegmentReader(path, problem)
-        except (OSError, MessageError) as error:
-            problem(str(error))
-            return
-        try:
-            yield from reader.entries(None, -math.inf, math.inf)
-        except OSError as error:
-            problem(str(error))
-            return
-        finally:
-            reader.close()
+        yield from entries_of(path, problem)
 
 
 def _sync(folder: Path) -> None:

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -52,31 +51,23 @@ def read(
         raise ConfigError(f"journal {without_secrets(str(folder))!r}: there is no such folder")
     if isinstance(place, Path) and not os.access(place, os.R_OK | os.X_OK, effective_ids=True):
         raise ConfigError(f"journal {without_secrets(str(folder))!r}: this user may not read the folder")
-    wanted = _Wanted(_several(job), client, group, version, kinds, since, until)
-    writers = _writers(place, on_problem).values()
-    found = [_of_writer(segments, wanted, on_problem) for segments in writers]
-    return heapq.merge(*found, key=lambda entry: entry.at)
+    jobs = _several(job)
 
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    jobs: frozenset[str] | None
-    client: str | None
-    group: str | None
-    version: int | None
-    events: frozenset[str] | None
-    since: float
-    until: float
-
-    def fits(self, entry: Entry) -> bool:
+    def fits(entry: Entry) -> bool:
         return (
-            self.since <= entry.at <= self.until
-            and (self.jobs is None or entry.job_id in self.jobs)
-            and (self.client is None or entry.client_id == self.client)
-            and (self.group is None or entry.group_id == self.group)
-            and (self.version is None or self.version in entry.versions)
-            and (self.events is None or entry.event in self.events)
+            since <= entry.at <= until
+            and (jobs is None or entry.job_id in jobs)
+            and (client is None or entry.client_id == client)
+            and (group is None or entry.group_id == group)
+            and (version is None or version in entry.versions)
+            and (kinds is None or entry.event in kinds)
         )
+
+    def of_writer(segments: list[Path | RemotePath]) -> Iterator[Entry]:
+        for path in segments:
+            yield from filter(fits, entries_of(path, on_problem, jobs, since, until))
+
+    return heapq.merge(*map(of_writer, _writers(place, on_problem).values()), key=lambda entry: entry.at)
 
 
 def _writers(folder: Path | RemotePath, on_problem: Problem) -> dict[str, list[Path | RemotePath]]:
@@ -114,19 +105,25 @@ def replaced_by(path: Path | RemotePath) -> tuple[str, ...]:
     return tuple(name for name in segment.header.replaces if name != path.name)
 
 
-def _of_writer(segments: list[Path | RemotePath], wanted: _Wanted, on_problem: Problem) -> Iterator[Entry]:
-    for path in segments:
-        try:
-            reader = SegmentReader(path, on_problem)
-        except (OSError, MessageError) as error:
-            on_problem(f"{path}: {error}")
-            continue
-        try:
-            yield from filter(wanted.fits, reader.entries(wanted.jobs, wanted.since, wanted.until))
-        except OSError as error:  # of the disk or the network
-            on_problem(f"{path}: {error}; the rest of it is left out")
-        finally:
-            reader.close()
+def entries_of(
+    path: Path | RemotePath,
+    on_problem: Problem,
+    jobs: frozenset[str] | None = None,
+    since: float = -math.inf,
+    until: float = math.inf,
+) -> Iterator[Entry]:
+    """What is in a segment; of these jobs and times, and perhaps more. Whatever is wrong with it is a problem."""
+    try:
+        reader = SegmentReader(path, on_problem)
+    except (OSError, MessageError) as error:
+        on_problem(f"{path}: {error}")
+        return
+    try:
+        yield from reader.entries(jobs, since, until)
+    except OSError as error:  # of the disk or the network
+        on_problem(f"{path}: {error}; the rest of it is left out")
+    finally:
+        reader.close()
 
 
 def _several(given: str | Collection[str] | None) -> frozenset[str] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..remote import open_url
 from .index import Index
-from .locks import is_left
+from .locks import is_held
 from .segment import SUFFIX
 
 log = logging.getLogger(__name__)
@@ -123,4 +123,4 @@ def _is_whole(path: Path) -> bool:
     with path.open("rb") as file:
         if Index.read(file) is not None:
             return True
-    return time.time() - path.stat().st_mtime > LEFT_S and is_left(path)
+    return time.time() - path.stat().st_mtime > LEFT_S and is_held(path) is False

@@ -25,7 +25,7 @@ from msgpack.exceptions import UnpackException
 from ..errors import ConfigError, MalformedMessage, MessageError, UnsupportedVersion
 from .entry import Entry, Record
 from .index import INDEX_MAGIC, Index, hashes_of
-from .locks import is_left, lock
+from .locks import is_held, lock
 
 MERGED = "merged"
 """The writer of a segment that others were merged into has a name that begins so."""
@@ -50,7 +50,7 @@ class Header:
     """Who wrote a segment. writer: an id of the process. number: of the segment, from 0. at: when it began.
 
     replaces: names of the segments that were merged into this one. While they are still there, readers leave them out.
-    minor: of the format. From 2 on an index has a checksum.
+    minor: of the format.
     """
 
     writer: str
@@ -236,8 +236,8 @@ class SegmentReader:
         if newer:
             problem(f"{path}: a newer minor version wrote it; what is unknown here is left out")
         self._complete = Index.length(self._file) is not None
-        self.index = Index.read(self._file, summed=self.header.minor >= 2)
-        if self._complete and self.index is None and self.header.minor:
+        self.index = Index.read(self._file)
+        if self._complete and self.index is None:
             problem(f"{path}: its index is damaged, so all of it is read")
 
     def close(self) -> None:
@@ -361,4 +361,4 @@ class SegmentReader:
 
     def _is_left(self) -> bool:
         """Whether it is one of this release whose writer is gone. Of others it is not known how they end."""
-        return self.header.minor == MINOR and isinstance(self._path, Path) and is_left(self._path)
+        return self.header.minor == MINOR and isinstance(self._path, Path) and is_held(self._path) is False

@@ -20,8 +20,8 @@ from ..codec import Job, Result, encode
 from ..errors import ConfigError, InvalidField
 from ..model import JobFailure
 from ..remote import without_secrets
-from .entry import Consumed, Entry, Record, note, of_consumed, of_jobs, of_outcomes
-from .locks import is_written
+from .entry import Consumed, Entry, Record, of_consumed, of_jobs, of_outcomes
+from .locks import is_held
 from .remote import Uploader, is_url, spool_for
 from .segment import SUFFIX, Header, Packed, SegmentWriter
 
@@ -91,7 +91,8 @@ class Journal:
                     raise InvalidField(name, value, "None for a URL: what is kept there is for its own rules")
             self.folder = spool_for(elsewhere)
         self.writer = f"{re.sub(r'[^A-Za-z0-9]', '', socket.gethostname())[:32]}{secrets.token_hex(4)}"
-        self.lost = 0
+        self.written = self.lost = 0
+        """Entries that are in the file, those about losses among them; and that are in none."""
         self._segment_bytes, self._segment_s = segment_bytes, segment_s
         self._keep_bytes, self._keep_s, self._flush_s = keep_bytes, keep_s, flush_s
         self._buffer_bytes, self._redact = buffer_bytes, redact
@@ -141,11 +142,11 @@ class Journal:
         job. data: plain data, and arrays (numpy's, or torch's on the CPU) of numbers, such as a mask or a value for
         each token. Arrays are copied at once; floats of 64 bits become float32. Raises InvalidField.
         """
-        if isinstance(of, str):
-            place = (of, -1, -1)
-        else:
-            place = of if isinstance(of, tuple) else (of.job_id, of.sample, of.attempt)
-        self.add(note(*place, data, time.time()))
+        place = (of, -1, -1) if isinstance(of, str) else of if isinstance(of, tuple) else Consumed.of(of)
+        job_id, sample, attempt = place
+        if not isinstance(job_id, str) or not job_id:
+            raise InvalidField("job_id", job_id, "a job's id")
+        self.add(Entry("note", time.time(), job_id, sample=sample, attempt=attempt, data=data))
 
     def add(self, entry: Entry) -> None:
         """Any entry. Raises InvalidField for data that is not plain."""
@@ -206,6 +207,11 @@ class Journal:
         self._thread.join()
         if self._uploader is not None:
             self._uploader.close(UPLOAD_S)
+
+    @property
+    def not_uploaded(self) -> int:
+        """Segments that are here and are to be elsewhere. After `close` the next process of this host moves them."""
+        return 0 if self._uploader is None else len(list(self.folder.glob(f"*-{self.writer}-*{SUFFIX}")))
 
     def __enter__(self) -> Self:
         return self
@@ -303,6 +309,7 @@ class Journal:
             self._begin()
         assert self._segment is not None
         self._segment.block(packed)
+        self.written += sum(one.entries for one in packed)
 
     def _is_full(self, segment: SegmentWriter) -> bool:
         return segment.nbytes >= self._segment_bytes or time.monotonic() - self._began >= self._segment_s
@@ -319,6 +326,7 @@ class Journal:
             if not segment.is_there:
                 log.error("journal %s: %s was deleted: %d are lost", self.folder, segment.path.name, segment.entries)
                 with self._state:
+                    self.written -= segment.entries
                     self.lost += segment.entries
                     self._lost_untold += segment.entries
             segment.close()
@@ -339,7 +347,7 @@ class Journal:
         found = {path: about for path in sorted(self.folder.glob(f"*{SUFFIX}")) if (about := _about(path)) is not None}
         total, now = sum(about.st_size for path, about in found.items() if path != mine), time.time()
         for path, about in found.items():
-            if path == mine or is_written(path):
+            if path == mine or is_held(path):
                 continue
             old = self._keep_s is not None and now - about.st_mtime > self._keep_s
             if not old and (self._keep_bytes is None or total <= self._keep_bytes):

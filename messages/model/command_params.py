@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from ..errors import InvalidField
@@ -179,6 +179,30 @@ class StopProfileParams(Params):
     )
 
 
+class JournalParams(Params):
+    """Have workers write a journal of what they do, from now on, or end it.
+
+    It begins with what they hold. One that writes a journal elsewhere has to end that first.
+    """
+
+    switch: Literal["on", "off"] = Field(description="on or off.")
+    folder: str = Field(
+        default="",
+        max_length=4096,
+        validate_default=True,
+        description="With on: absolute folder on the workers' hosts, or URL (s3://…); several workers may share one.",
+    )
+
+    @field_validator("folder")
+    @classmethod
+    def _only_with_on(cls, folder: str, info: ValidationInfo) -> str:
+        if info.data.get("switch") == "off":
+            if folder:
+                raise PydanticCustomError("folder", "none with off: a worker has one journal at most")
+            return folder
+        return folder if "://" in folder else _absolute(folder)
+
+
 ACTIONS: dict[str, type[Params]] = {
     "version": VersionParams,
     "adapters": AdaptersParams,
@@ -198,6 +222,7 @@ ACTIONS: dict[str, type[Params]] = {
     "unload_adapter": UnloadAdapterParams,
     "start_profile": StartProfileParams,
     "stop_profile": StopProfileParams,
+    "journal": JournalParams,
 }
 
 

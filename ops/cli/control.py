@@ -29,7 +29,7 @@ Out = Annotated[Path | None, typer.Option(help="Write traces here, on this machi
 
 NAMES = {"audit": "audit-weights"}
 """Commands that are not called like their action: `ops run audit-broker` is another audit."""
-OPTIONAL_ARGUMENTS = {("unload_adapter", "version")}
+OPTIONAL_ARGUMENTS = {("journal", "folder"), ("unload_adapter", "version")}
 """Fields that are arguments although they have a default; required fields are arguments anyway."""
 FETCH_BYTES = 8 << 20
 

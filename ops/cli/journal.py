@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from ...messages.defaults import DEFAULT_URL
 from ..files import check_out
 from ..terminal import printable
-from .options import Json, LogLevel, Pool, RedisUrl, log_to_stderr, moment, say
+from .options import Json, Pool, RedisUrl, moment, say
 
 if TYPE_CHECKING:
     from ..journal import Life, TextOf
@@ -30,7 +30,7 @@ class _WithDefault(TyperGroup):
 
 app = typer.Typer(
     cls=_WithDefault,
-    help="Print a journal, export it, or record a pool.",
+    help="Print a journal, or export it.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -109,32 +109,6 @@ def to_parquet(
     rows = export(folder, file, kind, overwrite=overwrite, on_problem=complain, job=job, client=client, group=group,
                   version=version, since=first, until=last)  # fmt: skip
     say({"file": str(file), "table": table, "rows": rows}, [f"wrote {rows:,} {table} to {file}"], json)
-
-
-@app.command()
-def record(
-    folder: Annotated[str, typer.Argument(help="Folder or URL to write into.")],
-    redis: RedisUrl = DEFAULT_URL,
-    pool: Pool = "default",
-    json: Json = False,
-    log_level: LogLevel = "info",
-) -> None:
-    """Record a live pool from outside until SIGTERM or Ctrl-C. It reads from Redis and changes nothing there.
-
-    \b
-    rolloutmq journal record out/journal --pool default
-    """
-    from dataclasses import asdict
-
-    from ..journal import record_pool
-
-    log_to_stderr(log_level)
-    told = record_pool(redis, pool, folder)
-    line = f"recorded {told.jobs:,} jobs, {told.results:,} results and {told.failures:,} failures"
-    least = "at least " if told.at_least else ""
-    missed = f"{least}{told.missed:,} more were acknowledged before they could be read"
-    missed = f"{missed}, {least}{told.before:,} before it began"
-    say(asdict(told), [f"{line}; {missed}"], json)
 
 
 def job(

@@ -1,9 +1,8 @@
-"""What a journal, and a pool as it runs, tell people: entries as lines, a job's life on one screen; a recorder."""
+"""What a journal, and a pool as it runs, tell people: entries as lines, a job's life on one screen, tables."""
 
 from .life import SHOWN_SAMPLES, Life, life_of
 from .lines import as_data, as_line, clock, plain
 from .live import Live, live_of
-from .recorder import Recorded, record_pool
 from .table import TABLES, Table, as_reader, export
 from .tokens import LEGEND, TextOf, coloured, texts_of
 
@@ -13,7 +12,6 @@ __all__ = [
     "TABLES",
     "Life",
     "Live",
-    "Recorded",
     "Table",
     "TextOf",
     "as_data",
@@ -25,6 +23,5 @@ __all__ = [
     "life_of",
     "live_of",
     "plain",
-    "record_pool",
     "texts_of",
 ]

@@ -78,11 +78,11 @@ def as_reader(
     """
     arrow = _arrow()
     if table == "events":
-        schema = arrow.schema(_event_fields(arrow))
+        schema = arrow.schema(_event_kinds(arrow))
         rows: Iterable[dict[str, Any]] = (_event(entry) for entry in read(folder, on_problem=on_problem, **filters))
     else:
         joined = _Joined(folder, on_problem, filters)
-        schema = arrow.schema([*_sample_fields(arrow), *joined.note_fields(arrow)])
+        schema = arrow.schema(_sample_kinds(arrow) | joined.note_kinds(arrow))
         rows = joined.rows()
     return arrow.RecordBatchReader.from_batches(schema, _batches(arrow, schema, rows))
 
@@ -102,20 +102,15 @@ def _batches(arrow: Any, schema: Any, rows: Iterable[dict[str, Any]]) -> Iterato
         taken.append(row)
         tokens += row.get("tokens", 0)
         if len(taken) >= BATCH_ROWS or tokens >= BATCH_TOKENS:
-            yield _batch(arrow, schema, taken)
+            yield arrow.RecordBatch.from_pylist(taken, schema)
             taken, tokens = [], 0
     if taken:
-        yield _batch(arrow, schema, taken)
+        yield arrow.RecordBatch.from_pylist(taken, schema)
 
 
-def _batch(arrow: Any, schema: Any, rows: list[dict[str, Any]]) -> Any:
-    columns = [arrow.array([row.get(field.name) for row in rows], field.type) for field in schema]
-    return arrow.record_batch(columns, schema=schema)
-
-
-def _sample_fields(arrow: Any) -> list[Any]:
+def _sample_kinds(arrow: Any) -> dict[str, Any]:
     ids, versions = arrow.list_(arrow.int32()), arrow.list_(arrow.int64())
-    kinds = {
+    return {
         "time": arrow.timestamp("us", "UTC"), "job_id": arrow.string(), "sample": arrow.int32(), "n": arrow.int32(),
         "group_id": arrow.string(), "client_id": arrow.string(), "worker_id": arrow.string(), "attempt": arrow.int32(),
         "finish_reason": arrow.string(), "tokens": arrow.int32(), "token_ids": ids,
@@ -126,16 +121,14 @@ def _sample_fields(arrow: Any) -> list[Any]:
         "waiting_s": arrow.float64(), "seed": arrow.int64(), "sampling": arrow.string(), "metadata": arrow.string(),
         "fingerprint": arrow.string(),
     }  # fmt: skip
-    return [arrow.field(name, kind) for name, kind in kinds.items()]
 
 
-def _event_fields(arrow: Any) -> list[Any]:
-    kinds = {
+def _event_kinds(arrow: Any) -> dict[str, Any]:
+    return {
         "time": arrow.timestamp("us", "UTC"), "event": arrow.string(), "what": arrow.string(), "job_id": arrow.string(),
         "sample": arrow.int32(), "attempt": arrow.int32(), "client_id": arrow.string(), "group_id": arrow.string(),
         "versions": arrow.list_(arrow.int64()), "data": arrow.string(),
     }  # fmt: skip
-    return [arrow.field(name, kind) for name, kind in kinds.items()]
 
 
 def _event(entry: Entry) -> dict[str, Any]:
@@ -207,11 +200,11 @@ class _Joined:
         self._kinds[name] = kind if len(together) == 1 else "number" if together == {"integer", "number"} else "json"
         return value
 
-    def note_fields(self, arrow: Any) -> list[Any]:
+    def note_kinds(self, arrow: Any) -> dict[str, Any]:
         """A column for each name of a note."""
         made = {"numbers": arrow.list_(arrow.float32()), "json": arrow.string()}
         made |= {kind: getattr(arrow, name)() for kind, name in _KINDS.items()}
-        return [arrow.field(f"note_{name}", made[kind]) for name, kind in sorted(self._kinds.items())]
+        return {f"note_{name}": made[kind] for name, kind in sorted(self._kinds.items())}
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The samples, each once, in the order in which they arrived."""

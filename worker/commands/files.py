@@ -1,4 +1,4 @@
-"""Files that commands leave on a worker: traces of the profiler, and copies by fsspec (to s3://, gs://, …)."""
+"""Files that commands leave on a worker: traces of the profiler, a journal, and copies by fsspec (s3://, gs://, …)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ...messages.errors import RolloutMQError
-from ...messages.model import StartProfileParams, StopProfileParams
+from ...messages.model import JournalParams, StartProfileParams, StopProfileParams
 from ...messages.remote import open_url
 from ..engine import Engine
+from ..journaling import WorkerJournal
 from .queue import Handler
 
 
@@ -37,6 +38,20 @@ class ProfileCommands:
         if params.upload:
             result |= await asyncio.to_thread(upload, folder, params.upload)
         return result
+
+
+class JournalCommands:
+    """The command that switches one worker's journal on and off."""
+
+    def __init__(self, journal: WorkerJournal) -> None:
+        self._journal = journal
+
+    def handlers(self) -> dict[str, Handler]:
+        """Each action and the function that does it."""
+        return {"journal": self._switch}
+
+    async def _switch(self, params: JournalParams, deadline: float) -> Mapping[str, Any]:
+        return await (self._journal.begin(params.folder) if params.switch == "on" else self._journal.end())
 
 
 def _fetch(folder: Path, names: list[str], most: int) -> dict[str, bytes]:

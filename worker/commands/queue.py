@@ -1,7 +1,7 @@
 """Commands to a worker: each is taken once, in order, done beside the jobs, and answered whatever happens.
 
 Most are done one after the other. Commands that must not wait behind the save of a large model have lanes of their own:
-one for pause, resume, abort and stop, one for profiles. Questions wait for nothing.
+one for pause, resume, abort and stop, one for profiles, one for the journal. Questions wait for nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from redis.exceptions import RedisError
 
@@ -21,7 +21,7 @@ from ...messages.errors import MessageError, RolloutMQError
 from ...messages.model import ACTIONS, Command, CommandReply, check_params
 
 log = logging.getLogger(__name__)
-Lane = Literal["now", "gate", "profile", "work"]
+Lane = Literal["now", "gate", "profile", "journal", "work"]
 LANES: Mapping[str, Lane] = {
     "version": "now",
     "adapters": "now",
@@ -31,6 +31,7 @@ LANES: Mapping[str, Lane] = {
     "stop": "gate",
     "start_profile": "profile",
     "stop_profile": "profile",
+    "journal": "journal",
 }
 """All others are "work"."""
 GOODBYE_S = 2.0
@@ -81,9 +82,7 @@ class Commands:
         self._handlers, self._on_done = handlers, on_done
         self._heard: asyncio.Queue[tuple[CommandBox, str]] = asyncio.Queue()
         self._lanes: dict[Lane, asyncio.Queue[tuple[CommandBox, Command, float]]] = {
-            "gate": asyncio.Queue(),
-            "profile": asyncio.Queue(),
-            "work": asyncio.Queue(),
+            lane: asyncio.Queue() for lane in get_args(Lane) if lane != "now"
         }
         self._beside: set[asyncio.Task[None]] = set()
         self._begun: dict[str, tuple[CommandBox, Command]] = {}  # and not answered

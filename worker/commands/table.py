@@ -9,9 +9,10 @@ from ...messages.model import Command, CommandReply, NoParams, StopParams
 from ...sync.transfer import Ledger
 from ..engine import Engine
 from ..generation import Generation
+from ..journaling import WorkerJournal
 from ..weights import WeightFollower
 from .adapters import AdapterCommands
-from .files import ProfileCommands
+from .files import JournalCommands, ProfileCommands
 from .pause import Service
 from .queue import Commands, Handler, own_version
 from .weights import WeightCommands
@@ -24,6 +25,7 @@ def worker_commands(
     service: Service,
     ledger: Ledger,
     *,
+    journal: WorkerJournal,
     drain: Callable[[float | None], None],
     state: Callable[[], str],
     on_done: Callable[[Command, CommandReply], None],
@@ -63,5 +65,6 @@ def worker_commands(
         **WeightCommands(engine, generation, follower, ledger, state).handlers(),
         **AdapterCommands(engine, follower.adapters).handlers(),
         **ProfileCommands(engine).handlers(),
+        **JournalCommands(journal).handlers(),
     }
     return Commands(handlers, on_done)

@@ -58,6 +58,11 @@ class Admission:
         for claim, error in missing:  # last: Redis is asked, and may not answer
             await self._lacks(claim, error)
 
+    def claimed(self) -> list[tuple[Claim, float]]:
+        """The claims of all jobs that are held, or whose media are fetched, each with its age in seconds, about."""
+        held = [(one.claim, max((run.age_s for run in one.samples.values()), default=0.0)) for one in self._held]
+        return [*held, *((claim, 0.0) for claim in self.claims.aside)]
+
     async def _admit_fetched(self, claim: Claim, later: MustFetch) -> None:
         admitted = await admit_fetched(claim, later, self._engine.info, self._tokenizer, self._media_hosts)
         if isinstance(admitted, AdapterMissing):

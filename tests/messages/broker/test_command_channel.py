@@ -238,6 +238,7 @@ async def test_a_worker_answers_what_it_has_not_begun_when_it_leaves(
 def test_every_action_has_a_handler_and_a_lane() -> None:
     from rolloutmq.worker.commands.table import worker_commands  # noqa: PLC0415
     from rolloutmq.worker.generation import Generation  # noqa: PLC0415
+    from rolloutmq.worker.journaling import WorkerJournal  # noqa: PLC0415
     from rolloutmq.worker.worker import Worker  # noqa: PLC0415,F401
 
     assert LANES.keys() <= ACTIONS.keys()
@@ -256,6 +257,7 @@ def test_every_action_has_a_handler_and_a_lane() -> None:
         Part(),
         Part(),
         Part(),
+        journal=WorkerJournal(None, lambda: None, list),  # type: ignore[arg-type, return-value]
         drain=lambda _: None,
         state=lambda: "",  # type: ignore[arg-type]
         on_done=lambda *_: None,

@@ -82,6 +82,8 @@ def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Pat
         ("adapters",),
         ("start-profile", "--folder", str(tmp_path / "traces")),
         ("stop-profile", "--out", str(tmp_path / "here")),
+        ("journal", "on", str(tmp_path / "journal")),
+        ("journal", "off"),
     ):
         done = call(redis_db, *arguments, "--worker", worker_id)
         assert done.exit_code == 0, (arguments, done.output)
@@ -99,7 +101,13 @@ def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Pat
         assert (done.exit_code, why in done.output) == (1, True), (arguments, done.output)
         told = json.loads(call(redis_db, *arguments, "--json").output)[worker_id]
         assert (told["ok"], bool(told["kind"])) == (False, True)
-    for arguments in (("sleep", "--tag", "lungs"), ("pause", "--mode", "gently"), ("save", "relative")):
+    for arguments in (
+        ("sleep", "--tag", "lungs"),
+        ("pause", "--mode", "gently"),
+        ("save", "relative"),
+        ("journal", "on"),
+        ("journal", "off", str(tmp_path)),
+    ):
         assert call(redis_db, *arguments).exit_code == 2
     assert "an absolute path: each worker looks for it on its own host" in call(redis_db, "load", "here", "9").output
     nobody = call(redis_db, "version", "--worker", "nobody")

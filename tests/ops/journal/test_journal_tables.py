@@ -119,7 +119,7 @@ def test_a_file_is_never_half(folder: Path, tmp_path: Path, monkeypatch: pytest.
     before = file.read_bytes()
     code, _, said = run("journal", "export", folder, file)
     assert (code, "--overwrite" in said) == (2, True)
-    monkeypatch.setattr(table, "_batch", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(table, "_own", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     code, _, said = run("journal", "export", folder, file, "--overwrite")
     assert (code, "disk full" in said, file.read_bytes() == before) == (2, True, True)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["s.parquet"]

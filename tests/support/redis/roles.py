@@ -22,7 +22,6 @@ ROLES = {
         "enqueue", "dead_page", "drop_letter", "cancel", "cancel_client", "ack", "overdue", "command", "audit_jobs",
         "audit_keys", "audit_members", "audit_totals", "begin_again",
     ),
-    "recorder": (),
 }  # fmt: skip
 ONLY_OPERATORS = {"xrange"}
 """In `enqueue`, for a job that replaces a dead letter; the first thing it does, so that nothing is half done."""
