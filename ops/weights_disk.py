@@ -1,4 +1,4 @@
-"""Versions on disk, without a pool: `rolloutmq weights snapshots`, `gc` and `pin`."""
+"""Versions on disk, without a pool: `rolloutmq snapshots`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Found:
     problem: str = ""
 
 
-def store(folder: Path, keep: int = 1) -> SnapshotStore:
+def store_in(folder: Path | str, keep: int = 1) -> SnapshotStore:
     """Raises ConfigError if there is no such folder: a mistyped one would look empty."""
-    if not folder.is_dir():
+    if not Path(folder).is_dir():
         raise ConfigError(f"{folder} is not a folder")
     return SnapshotStore(folder, keep)
 
 
 def snapshots(folder: Path, *, verify: bool) -> list[Found]:
     """Every version in a folder, oldest first. Opening one compares sizes and headers; `verify` reads every byte."""
-    versions = store(folder)
+    versions = store_in(folder)
     pinned, numbers, found = versions.pinned(), versions.versions(), []
     with ProgressLine() as line:
         for done, number in enumerate(numbers):

@@ -1,6 +1,6 @@
 """The parameters of every action that a worker can be asked for. Sender and worker both check them.
 
-Each class is also a command of `rolloutmq control`: its docstring is the help, its fields are arguments and flags.
+Each class is also a command of `rolloutmq control`, or a word of one: docstring and fields are its help and its flags.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`rolloutmq control`: commands to workers, and what each of them answered.
 
-One command for every action of `messages.model.ACTIONS`: help, arguments and flags come from the action's model, the
-default timeout from PoolControl's method.
+Every action of `messages.model.ACTIONS` has a command, or shares one with its opposite. Help, arguments and flags come
+from the actions' models.
 """
 
 from __future__ import annotations
@@ -9,71 +9,105 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import BaseModel
 
-from ...messages.model import ACTIONS
+from ...messages.errors import ConfigError
+from ...messages.model import ACTIONS, check_params
 from ...messages.redis import DEFAULT_URL
 from ...producer.control import Answers, PoolAudit, PoolControl
 from ..files import check_out, writing
-from ..flags import flags_of
+from ..flags import Flag, flags_of
 from ..redis import reach
-from .options import Json, Pool, RedisUrl, derived, finite, given, group, parameter, say
+from .options import Json, Pool, RedisUrl, derived, given, group, parameter, say, seconds
 
 app = group("Tell workers to do something, and wait for each one's answer. Exit code 1 if one did not do it.")
 Worker = Annotated[str, typer.Option("--worker", help="Id of the worker; default: all that are alive.")]
+Timeout = Annotated[float | None, seconds("Seconds to wait for answers; default: PoolControl's for this action.", 0.1)]
 Out = Annotated[Path | None, typer.Option(help="Write traces here, on this machine: small ones (8 MiB).")]
 
-NAMES = {"audit": "audit-weights"}
-"""Commands that are not called like their action: `ops run audit-broker` is another audit."""
-OPTIONAL_ARGUMENTS = {("journal", "folder"), ("unload_adapter", "version")}
+WORDS: dict[str, tuple[str, str]] = {
+    "version": ("version", "show"),
+    "set_version": ("version", "set"),
+    "adapters": ("adapters", "list"),
+    "load_adapter": ("adapters", "load"),
+    "unload_adapter": ("adapters", "unload"),
+    "flush_cache": ("cache", "flush"),
+    "clear_storage": ("cache", "clear"),
+    "start_profile": ("profile", "start"),
+    "stop_profile": ("profile", "stop"),
+    "audit": ("audit-weights", ""),  # `ops run audit-broker` is another audit
+}
+"""Action -> its command and its word there, where the command is not called like the action."""
+COMMANDS: dict[str, dict[str, str]] = {}
+"""Command -> word -> action. "show" and "list" need not be typed."""
+for _action in ACTIONS:
+    _name, _word = WORDS.get(_action, (_action, ""))
+    COMMANDS.setdefault(_name, {})[_word] = _action
+ARGUMENTS = {("journal", "folder")}
 """Fields that are arguments although they have a default; required fields are arguments anyway."""
 FETCH_BYTES = 8 << 20
 
 
-def _add(action: str, model: type[BaseModel]) -> None:
-    flags = {flag.name: flag for flag in flags_of(model) if flag.field != "fetch_bytes"}
-    timeout = inspect.signature(getattr(PoolControl, action)).parameters["timeout"].default
-    parameters = [
-        parameter(flag, argument=flag.required or (action, flag.field) in OPTIONAL_ARGUMENTS) for flag in flags.values()
-    ]
-    parameters += [
-        given("redis", RedisUrl, None, DEFAULT_URL),
-        given("pool", Pool, None, "default"),
-        given("worker", Worker, None, ""),
-        given("timeout", float, typer.Option(min=0.1, callback=finite, help="Seconds to wait for answers."), timeout),
-        given("json", Json, None, False),
-    ]
-    if action == "stop_profile":
-        parameters.append(given("out", Out, None, None))
+def _parameters(words: Mapping[str, str], flags: Mapping[str, Flag]) -> Iterator[inspect.Parameter]:
+    first, *others = words
+    if others:
+        kind: Any = Literal[tuple(words)]
+        told = " ".join(f"{word}: {inspect.getdoc(ACTIONS[action])}" for word, action in words.items())
+        default: Any = first if first in {"show", "list"} else inspect.Parameter.empty
+        yield given("do", kind, typer.Argument(metavar="ACTION", help=told), default)
+    for flag in flags.values():  # what one action needs, another one may not take
+        argument = flag.required or any((action, flag.field) in ARGUMENTS for action in words.values())
+        yield parameter(replace(flag, required=flag.required and not others), argument=argument)
+    yield given("redis", RedisUrl, None, DEFAULT_URL)
+    yield given("pool", Pool, None, "default")
+    yield given("worker", Worker, None, "")
+    yield given("timeout", Timeout, None, None)
+    yield given("json", Json, None, False)
+    if "stop_profile" in words.values():
+        yield given("out", Out, None, None)
+
+
+def _add(name: str, words: Mapping[str, str]) -> None:
+    flags: dict[str, Flag] = {}
+    for action in words.values():
+        flags = {flag.name: flag for flag in flags_of(ACTIONS[action]) if flag.field != "fetch_bytes"} | flags
 
     def run(
-        *, redis: str, pool: str, worker: str, timeout: float, json: bool, out: Path | None = None, **typed: Any
-    ) -> None:
-        params = {flags[name].field: value for name, value in typed.items() if value is not None}
+        *, redis: str, pool: str, worker: str, timeout: float | None, json: bool, do: str = "", out: Path | None = None,
+        **typed: Any,
+    ) -> None:  # fmt: skip
+        action = words[do]
+        params = {flags[one].field: value for one, value in typed.items() if value not in (None, flags[one].default)}
         if out is not None:
             check_out("--out", out, folder=True)
             params["fetch_bytes"] = FETCH_BYTES
+        if unknown := sorted(params.keys() - ACTIONS[action].model_fields.keys()):
+            raise ConfigError(f"control {name} {do} takes no {unknown[0]}")
+        check_params(action, params)
         reach(redis, pool)
         answers = asyncio.run(_ask(redis, pool, action, params, worker, timeout))
         _audited(answers, json) if isinstance(answers, PoolAudit) else _answered(answers, json, out)
 
-    app.command(NAMES.get(action, action.replace("_", "-")))(derived(run, parameters, inspect.getdoc(model) or ""))
+    about = inspect.getdoc(ACTIONS[next(iter(words.values()))]) or ""
+    app.command(name)(derived(run, _parameters(words, flags), about))
 
 
 async def _ask(
-    redis: str, pool: str, action: str, params: dict[str, Any], worker: str, timeout: float
+    redis: str, pool: str, action: str, params: dict[str, Any], worker: str, timeout: float | None
 ) -> Answers | PoolAudit:
     async with PoolControl(redis, pool) as control:
-        answers: Answers | PoolAudit = await getattr(control, action)(**params, worker_id=worker, timeout=timeout)
+        waits = {} if timeout is None else {"timeout": timeout}
+        answers: Answers | PoolAudit = await getattr(control, action)(**params, worker_id=worker, **waits)
         return answers
 
 
-for _action, _model in ACTIONS.items():
-    _add(_action, _model)
+for _name, _words in COMMANDS.items():
+    _add(_name, _words)
 
 
 def _answered(answers: Answers, json: bool, out: Path | None) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import json as json_module
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, TypeVar, get_type_hints
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -15,29 +14,73 @@ from ...messages.errors import CannotRequeue, ConfigError, InvalidField, NoSuchD
 from ...messages.redis import DEFAULT_URL
 from ..redis import ask
 from ..terminal import printable, when
-from .options import Json, Pool, RedisUrl, Yes, derived, given, group, moment, say
+from .options import Json, Pool, RedisUrl, Yes, moment, say
 
-app = group("List, requeue or drop jobs that were given up. They are called dead letters.")
 T = TypeVar("T")
+LISTED = 50
 
-Cause = Annotated[str, typer.Option(help="Only those whose cause contains this, in any case.")]
-Since = Annotated[str, typer.Option(help="Only newer ones: an age (90s, 30m, 2h, 7d) or a date (2026-01-31T08:00).")]
-Limit = Annotated[int | None, typer.Option(min=1, help="At most so many.")]
+Do = Annotated[
+    Literal["list", "show", "requeue", "drop"], typer.Argument(metavar="ACTION", help="list, show, requeue or drop.")
+]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Entry ids, as `dead list` shows them.")]
 All = Annotated[bool, typer.Option("--all", help="All that the filters let through, instead of ids.")]
+Cause = Annotated[str, typer.Option(help="Only those whose cause contains this, in any case.")]
+Since = Annotated[str, typer.Option(help="Only newer ones: an age (90s, 30m, 2h, 7d) or a date (2026-01-31T08:00).")]
+Limit = Annotated[int | None, typer.Option(min=1, help=f"At most so many; `list` shows {LISTED} by default.")]
+ReplyTo = Annotated[
+    str | None, typer.Option(help="With requeue: client that gets the results; default: the one that submitted.")
+]
 
 
-@app.command("list")
-def list_letters(
-    redis: RedisUrl = DEFAULT_URL,
-    pool: Pool = "default",
+def dead(
+    do: Do = "list",
+    ids: Ids = None,
+    every: All = False,
     cause: Cause = "",
     since: Since = "",
-    limit: Limit = 50,
+    limit: Limit = None,
+    reply_to: ReplyTo = None,
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    yes: Yes = False,
     json: Json = False,
 ) -> None:
-    """The newest dead letters, newest first."""
+    """List, show, requeue or drop jobs that were given up. They are called dead letters.
 
+    list shows the newest ones, newest first. show prints the job in a letter, or why it cannot be read. requeue submits
+    each again as a new job, and deletes the letter. drop deletes letters. Exit code 1 if that failed for some.
+
+    \b
+    rolloutmq dead list --cause "was lost"
+    rolloutmq dead requeue 1718000000000-0
+    rolloutmq dead requeue --all --cause "was lost" --since 2h
+    """
+    filtered = bool(cause or since or limit)
+    if reply_to is not None and do != "requeue":
+        raise ConfigError("--reply-to is for requeue")
+    if do == "list" and not (ids or every):
+        _list(redis, pool, cause, since, limit or LISTED, json)
+    elif do == "show" and ids and len(ids) == 1 and not (every or filtered):
+        _show(redis, pool, ids[0], json)
+    elif do in {"list", "show"} or bool(ids) == every or (ids and filtered):
+        raise ConfigError("say which: entry ids, or --all with or without --cause, --since and --limit; one id to show")
+    else:
+        after, chosen = _with(redis, pool, lambda letters: _chosen(letters, ids, cause, since, limit))
+        if (chosen or do == "requeue") and not yes:
+            for_good = " for good" if do == "drop" else ""
+            typer.confirm(f"{do} {len(chosen)} dead letters of pool {pool}{for_good}?", abort=True, err=True)
+        if do == "drop":  # only the letters that were counted, none that came while the question was on the screen
+            code = _with(redis, pool, lambda letters: _drop_each(letters, chosen, json))
+        elif ids:
+            code = _with(redis, pool, lambda letters: _requeue_each(letters, ids, reply_to, json))
+        else:
+            code = _requeue_all(
+                redis, pool, {"cause": cause, "since": after, "limit": limit, "reply_to": reply_to}, json
+            )
+        raise typer.Exit(code)
+
+
+def _list(redis: str, pool: str, cause: str, since: str, limit: int, json: bool) -> None:
     async def read(letters: DeadLetters) -> tuple[list[LetterHead], int, int]:
         which = DeadFilter(cause, await _since(letters, since), limit=limit)
         return [head async for head in letters.find(which)], await letters.count(), await letters.trimmed()
@@ -56,14 +99,7 @@ def list_letters(
     say([asdict(head) | {"head": head.head.hex()} for head in found], lines, json)
 
 
-@app.command()
-def show(
-    entry_id: Annotated[str, typer.Argument(metavar="ID", help="Entry id, as `dead list` shows it.")],
-    redis: RedisUrl = DEFAULT_URL,
-    pool: Pool = "default",
-    json: Json = False,
-) -> None:
-    """One dead letter and the job in it, or why that cannot be read."""
+def _show(redis: str, pool: str, entry_id: str, json: bool) -> None:
     letter = _with(redis, pool, lambda letters: letters.get(entry_id))
     shown: dict[str, Any] = letter.model_dump(exclude={"payload"}) | {"size": len(letter.payload)}
     try:
@@ -80,70 +116,13 @@ def show(
     say(shown, lines, json)
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The arguments and options that `requeue` and `drop` share."""
-
-    ids: Ids = None
-    redis: RedisUrl = DEFAULT_URL
-    pool: Pool = "default"
-    every: All = False
-    cause: Cause = ""
-    since: Since = ""
-    limit: Limit = None
-    yes: Yes = False
-    json: Json = False
-
-
-def _on_chosen(act: Callable[..., int], *more: inspect.Parameter) -> None:
-    """A command with the options of Chosen, and `more`. `act` takes both and returns the exit code."""
-    kinds = get_type_hints(Chosen, include_extras=True)
-    shared = [given(one.name, kinds[one.name], None, one.default) for one in fields(Chosen)]
-
-    def run(**typed: Any) -> None:
-        own = {one.name: typed.pop(one.name) for one in more}
-        chosen = Chosen(**typed)
-        if bool(chosen.ids) == chosen.every or (chosen.ids and (chosen.cause or chosen.since or chosen.limit)):
-            raise ConfigError("say which: entry ids, or --all with or without --cause, --since and --limit")
-        raise typer.Exit(act(chosen, **own))
-
-    app.command(act.__name__)(derived(run, [*shared, *more], inspect.getdoc(act) or ""))
-
-
-def requeue(chosen: Chosen, reply_to: str | None) -> int:
-    """Submit dead letters again, each as a new job, and delete them. Exit code 1 if that failed for some.
-
-    \b
-    rolloutmq dead requeue 1718000000000-0
-    rolloutmq dead requeue --all --cause "was lost" --since 2h
-    """
-    ids, redis, pool, since = chosen.ids or [], chosen.redis, chosen.pool, chosen.since
-    if chosen.every:
-        known = _with(redis, pool, lambda letters: _since(letters, since))
-        params = {"cause": chosen.cause, "since": known, "limit": chosen.limit}
-        _confirm(redis, pool, params, chosen.yes)
-        return _requeue_all(redis, pool, params | {"reply_to": reply_to}, chosen.json)
-    _ask(f"requeue {len(ids)} dead letters of pool {pool}?", chosen.yes)
-    return _with(redis, pool, lambda letters: _requeue_each(letters, ids, reply_to, chosen.json))
-
-
-def drop(chosen: Chosen) -> int:
-    """Delete dead letters. Exit code 1 if some were not there."""
-
-    async def matching(letters: DeadLetters) -> list[str]:
-        which = DeadFilter(chosen.cause, await _since(letters, chosen.since), limit=chosen.limit)
-        return [head.entry_id async for head in letters.find(which)]
-
-    # Only the letters that were counted are dropped, none that comes while the question is on the screen.
-    ids = _with(chosen.redis, chosen.pool, matching) if chosen.every else chosen.ids or []
-    if ids:
-        _ask(f"drop {len(ids)} dead letters of pool {chosen.pool} for good?", chosen.yes)
-    return _with(chosen.redis, chosen.pool, lambda letters: _drop_each(letters, ids, chosen.json))
-
-
-ReplyTo = Annotated[str | None, typer.Option(help="Client that gets the results; default: the one that submitted.")]
-_on_chosen(requeue, given("reply_to", ReplyTo, None, None))
-_on_chosen(drop)
+async def _chosen(
+    letters: DeadLetters, ids: list[str] | None, cause: str, since: str, limit: int | None
+) -> tuple[float | None, list[str]]:
+    """(--since as Unix seconds, the entry ids): those that were given, or all that the filters let through."""
+    after = await _since(letters, since)
+    which = DeadFilter(cause, after, limit=limit)
+    return after, ids or [head.entry_id async for head in letters.find(which)]
 
 
 async def _each(ids: list[str], act: Callable[[str], Awaitable[T]]) -> tuple[dict[str, T], list[dict[str, str]]]:
@@ -184,20 +163,6 @@ def _requeue_all(redis_url: str, pool: str, params: dict[str, Any], json: bool) 
         typer.secho(printable(refusal["why"]), fg="red", err=True)
     say(result, [f"requeued {result['requeued']}, refused {result['refused']}"], json)
     return int(result["refused"] > 0)
-
-
-def _confirm(redis_url: str, pool: str, params: dict[str, Any], yes: bool) -> None:
-    async def count(letters: DeadLetters) -> int:
-        which = DeadFilter(params["cause"], params["since"], limit=params["limit"])
-        return len([None async for _ in letters.find(which)])
-
-    if not yes:
-        _ask(f"requeue {_with(redis_url, pool, count)} dead letters of pool {pool}?", yes)
-
-
-def _ask(question: str, yes: bool) -> None:
-    if not yes:
-        typer.confirm(question, abort=True, err=True)
 
 
 def _with(redis_url: str, pool: str, use: Callable[[DeadLetters], Awaitable[T]]) -> T:

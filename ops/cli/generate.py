@@ -22,7 +22,7 @@ from ..files import SHOWN
 from ..flags import as_config
 from ..redis import reach
 from ..terminal import printable
-from .options import Json, Pool, RedisUrl, finite, ids, log_to_stderr, say
+from .options import Json, Pool, RedisUrl, ids, log_to_stderr, say, seconds
 
 
 def generate(
@@ -39,9 +39,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a sample; repeatable.")] = None,
     lora: Annotated[str | None, typer.Option(help="LoRA adapter to sample with.")] = None,
-    timeout: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Give up when nothing comes for so many seconds.")
-    ] = 300.0,
+    timeout: Annotated[float, seconds("Give up when nothing comes for so many seconds.")] = 300.0,
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     json: Json = False,

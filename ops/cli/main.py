@@ -3,43 +3,55 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from ... import __version__
 from .options import Plain, alone
 
-COMMANDS: dict[str, tuple[str, str, str]] = {
-    "worker": ("worker", "worker", "Serve a pool with one SGLang engine until SIGTERM or Ctrl-C."),
-    "submit": ("pool", "submit", "Answer every line of a file exactly once."),
-    "status": ("pool", "status", "Show the queue, the workers and the weights they serve."),
-    "workers": ("pool", "workers", "Show the workers, or how long their starts took."),
-    "top": ("pool", "top", "Watch a pool live: its queue, workers, versions and speed."),
-    "scale": ("scale", "scale", "Start and drain workers here, as many as the pool needs."),
-    "up": ("scale", "up", "Run a whole pool on this machine until Ctrl-C."),
-    "exporter": ("pool", "exporter", "Serve the pool's metrics for Prometheus."),
-    "doctor": ("pool", "doctor", "Check Redis and this host, and say what to do."),
-    "generate": ("generate", "generate", "Generate in the pool and print the answer."),
-    "embed": ("tasks", "embed", "Embed every line of a file, on workers with --task embed."),
-    "reward": ("tasks", "reward", "Score every line of a file with a reward model."),
-    "score": ("tasks", "score", "Print how likely each continuation of a prompt is."),
-    "decode": ("tasks", "decode", "Print the text of token ids."),
-    "cancel": ("pool", "cancel", "Cancel jobs, queued or running."),
-    "replies": ("pool", "replies", "List or drop results that wait for their clients."),
-    "dead": ("dead", "app", "List, requeue or drop jobs that were given up."),
-    "weights": ("weights", "app", "Show weights versions, in the pool's ledger and on disk."),
-    "control": ("control", "app", "Tell workers to do something, and wait for each one's answer."),
-    "ops": ("operations", "app", "Run long operator work in the background."),
-    "config": ("config", "app", "Explain a configuration file, also SkyRL's or VERL's."),
-    "redis": ("trial", "redis", "Run an embedded redis-server on this machine until Ctrl-C."),
-    "tiny-model": ("trial", "tiny_model", "Write a tiny random Qwen2-style model and its tokenizer."),
-    "books": ("trial", "books", "Show what became of a trainer's samples, from a checkpoint."),
-    "journal": ("journal", "app", "Print a journal, or export it."),
-    "job": ("journal", "job", "Show a job's whole life, from a journal or the pool."),
-    "replay": ("replay", "replay", "Generate recorded samples again, and compare tokens."),
-    "demo": ("trial", "demo", "Run asynchronous RL here, while workers die and join."),
+GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
+    "Serve": {
+        "worker": ("worker", "worker", "Serve a pool with one SGLang engine until SIGTERM or Ctrl-C."),
+        "scale": ("scale", "scale", "Start and drain workers here, as many as the pool needs."),
+        "up": ("scale", "up", "Run a whole pool on this machine until Ctrl-C."),
+        "exporter": ("pool", "exporter", "Serve the pool's metrics for Prometheus."),
+    },
+    "Ask a pool": {
+        "generate": ("generate", "generate", "Generate in the pool and print the answer."),
+        "submit": ("pool", "submit", "Answer every line of a file exactly once."),
+        "embed": ("tasks", "embed", "Embed every line of a file, on workers with --task embed."),
+        "score": ("tasks", "score", "Score continuations of a prompt, or the lines of a file."),
+        "decode": ("tasks", "decode", "Print the text of token ids."),
+    },
+    "Look": {
+        "status": ("pool", "status", "Show the queue, the workers and the weights they serve."),
+        "workers": ("pool", "workers", "Show the workers, or how long their starts took."),
+        "top": ("pool", "top", "Watch a pool live: its queue, workers, versions and speed."),
+        "doctor": ("pool", "doctor", "Check Redis and this host, and say what to do."),
+        "weights": ("weights", "weights", "Show weights versions in the pool's ledger."),
+        "snapshots": ("weights", "snapshots", "List weights versions on disk; pin and remove them."),
+        "job": ("journal", "job", "Show a job's whole life, from a journal or the pool."),
+        "journal": ("journal", "app", "Print a journal, or export it."),
+        "books": ("trial", "books", "Show what became of a trainer's samples, from a checkpoint."),
+        "config": ("config", "app", "Explain a configuration file, also SkyRL's or VERL's."),
+    },
+    "Operate": {
+        "control": ("control", "app", "Tell workers to do something, and wait for each one's answer."),
+        "cancel": ("pool", "cancel", "Cancel jobs, queued or running."),
+        "dead": ("dead", "dead", "List, show, requeue or drop jobs that were given up."),
+        "replies": ("pool", "replies", "List or drop results that wait for their clients."),
+        "ops": ("operations", "app", "Run long operator work in the background."),
+        "replay": ("replay", "replay", "Generate recorded samples again, and compare tokens."),
+    },
+    "Try": {
+        "demo": ("trial", "demo", "Run asynchronous RL here, while workers die and join."),
+        "redis": ("trial", "redis", "Run an embedded redis-server on this machine until Ctrl-C."),
+        "tiny-model": ("trial", "tiny_model", "Write a tiny random Qwen2-style model and its tokenizer."),
+    },
 }
-"""Name -> (module of this room, what it has, the line of `rolloutmq --help`)."""
+"""What `rolloutmq --help` shows: heading -> name -> (module of this room, what it has, the command's line)."""
+COMMANDS = {name: found for group in GROUPS.values() for name, found in group.items()}
 
 
 class Commands(Plain):
@@ -48,6 +60,12 @@ class Commands(Plain):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, placeholder, rest = super().resolve_command(ctx, args)
         return name, load(name) if name in COMMANDS else placeholder, rest
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands under their headings."""
+        for heading, group in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(max(map(len, COMMANDS))), line) for name, (*_, line) in group.items()])
 
 
 def load(name: str) -> Any:
@@ -64,11 +82,25 @@ def load(name: str) -> Any:
 app = typer.Typer(
     name="rolloutmq",
     cls=Commands,
-    help="A rollout pool for asynchronous RL: Redis jobs in, version-tagged samples out.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_show_locals=False,
 )
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rolloutmq {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _rolloutmq(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """A rollout pool for asynchronous RL: Redis jobs in, version-tagged samples out."""
 
 
 def _placeholder() -> None: ...

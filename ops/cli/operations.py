@@ -15,7 +15,7 @@ from ..flags import parse_extra
 from ..operations.catalog import checked, operations
 from ..redis import reach
 from ..terminal import ProgressLine, printable
-from .options import Json, LogLevel, Pool, RedisUrl, finite, group, log_to_stderr, period, say
+from .options import Json, LogLevel, Pool, RedisUrl, group, log_to_stderr, period, say, seconds
 
 if TYPE_CHECKING:
     from ..operations.rq_queue import OperationQueue, OperationRun
@@ -26,9 +26,7 @@ OpsRedis = Annotated[
     str | None,
     typer.Option(envvar="ROLLOUTMQ_OPS_REDIS", help="Redis for the operations' own queue; default: the pool's."),
 ]
-Wait = Annotated[
-    float | None, typer.Option(min=0, callback=finite, help="Seconds to wait at most; default: until it is over.")
-]
+Wait = Annotated[float | None, seconds("Seconds to wait at most; default: until it is over.")]
 LOOK_S = 0.2
 
 
@@ -140,12 +138,8 @@ def worker(
 
 
 def _queue(redis_url: str, pool: str, **how: bool) -> OperationQueue:
-    try:
-        from ..operations.rq_queue import OperationQueue
-    except ModuleNotFoundError as error:
-        if error.name != "rq":
-            raise
-        raise ConfigError("operations need rq: pip install 'rolloutmq[ops]'") from None
+    from ..operations.rq_queue import OperationQueue
+
     queue = OperationQueue(redis_url, pool, **how)
     reach(redis_url, pool)  # not one of the pool's later servers, where nobody would look
     return queue

@@ -29,6 +29,12 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def seconds(about: str, least: float = 0.0, most: float | None = None, *, name: str | None = None) -> Any:
+    """An option that is a finite number of seconds. name: of its flag, where that is not the parameter's."""
+    names = () if name is None else (name,)
+    return typer.Option(*names, min=least, max=most, callback=finite, help=about)
+
+
 RedisUrl = Annotated[
     str,
     typer.Option(
@@ -57,7 +63,7 @@ def alone(function: Callable[..., None], name: str) -> Any:
 EXTRA_OF = {
     **dict.fromkeys(("psutil", "safetensors", "transformers"), "worker"),
     **dict.fromkeys(("sglang", "torch"), "sglang"),
-    **{"matplotlib": "demo", "pyarrow": "parquet", "zstandard": "journal"},
+    **{"matplotlib": "demo", "pyarrow": "parquet", "zstandard": "journal", "rq": "ops", "prometheus_client": "metrics"},
 }
 """Libraries that some commands import -> what brings them. Other errors of missing libraries say it themselves."""
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ...messages.defaults import DEFAULT_URL
-from .options import Json, LogLevel, Pool, RedisUrl, Yes, finite, group, log_to_stderr, say
+from .options import Json, LogLevel, Pool, RedisUrl, Yes, log_to_stderr, say, seconds
 
 if TYPE_CHECKING:
     from ...messages.broker import Broker
-
-replies = group("List or drop results that wait for their clients.")
 
 
 def status(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Json = False) -> None:
@@ -43,7 +41,7 @@ def workers(
 def top(
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
-    every: Annotated[float, typer.Option(min=0.2, max=3600, callback=finite, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, seconds("Seconds between two looks.", 0.2, 3600.0)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one picture, and end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the figures once, as JSON.")] = False,
 ) -> None:
@@ -66,19 +64,10 @@ def exporter(
     pool: Pool = "default",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 9477,
     host: Annotated[str, typer.Option(help="Address to listen on; 127.0.0.1 for this host alone.")] = "0.0.0.0",
-    every: Annotated[
-        float, typer.Option(min=1.0, max=300.0, callback=finite, help="Seconds between two looks at the pool.")
-    ] = 5.0,
-    target: Annotated[
-        float, typer.Option(min=1.0, callback=finite, help="Seconds in which workers that are wanted do what waits.")
-    ] = 60.0,
-    stabilise: Annotated[
-        float, typer.Option(min=0.0, callback=finite, help="Seconds until a worker that is not needed is not wanted.")
-    ] = 300.0,
-    startup: Annotated[
-        float,
-        typer.Option("--start-takes", min=0.0, callback=finite, help="Seconds from a worker's start until it serves."),
-    ] = 60.0,
+    every: Annotated[float, seconds("Seconds between two looks at the pool.", 1.0, 300.0)] = 5.0,
+    target: Annotated[float, seconds("Seconds in which workers that are wanted do what waits.", 1.0)] = 60.0,
+    stabilise: Annotated[float, seconds("Seconds until a worker that is not needed is not wanted.")] = 300.0,
+    startup: Annotated[float, seconds("Seconds from a worker's start until it serves.", name="--start-takes")] = 60.0,
     deletion_costs: Annotated[
         bool, typer.Option("--deletion-costs", help="In a pod: tell Kubernetes which workers cost least to delete.")
     ] = False,
@@ -90,16 +79,9 @@ def exporter(
     rolloutmq exporter --pool default --port 9477
     curl http://127.0.0.1:9477/metrics
     """
+    from ..metrics import run_exporter
     from ..scale import ScaleSettings
 
-    try:
-        from ..metrics import run_exporter
-    except ModuleNotFoundError as error:
-        if error.name != "prometheus_client":
-            raise
-        from ...messages.errors import ConfigError
-
-        raise ConfigError("metrics need prometheus_client: pip install 'rolloutmq[metrics]'") from None
     log_to_stderr(log_level)
     scale = ScaleSettings(most=1_000_000, target_s=target, stabilise_s=stabilise, startup_s=startup)
     run_exporter(redis, pool, host, port, every, deletion_costs=deletion_costs, scale=scale)
@@ -199,38 +181,47 @@ def cancel(
         raise typer.Exit(1)
 
 
-@replies.command("list")
-def list_replies(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Json = False) -> None:
-    """Clients with results that wait to be taken, the largest amount first."""
-    from ..redis import ask
-
-    async def read(broker: Broker) -> list[tuple[str, int, int, int]]:
-        return [
-            (client, nbytes, await broker.count_replies(client), len(await broker.open_jobs(client)))
-            for client, nbytes in (await broker.unread()).items()
-        ]
-
-    found = ask(redis, pool, read)
-    rows = sorted(found, key=lambda row: -row[1])
-    lines = [
-        f"{client}  {count:,} results  {nbytes:,} bytes  {open_jobs:,} jobs open"
-        for client, nbytes, count, open_jobs in rows
-    ]
-    names = ("client", "bytes", "results", "open_jobs")
-    say([dict(zip(names, row, strict=True)) for row in rows], lines or ["no results wait"], json)
-
-
-@replies.command("drop")
-def drop_replies(
-    client: Annotated[str, typer.Argument(metavar="CLIENT", help="Id of the client that will not come back.")],
+def replies(
+    do: Annotated[Literal["list", "drop"], typer.Argument(metavar="ACTION", help="list or drop.")] = "list",
+    client: Annotated[
+        str | None, typer.Argument(metavar="CLIENT", help="To drop: id of the client that will not come back.")
+    ] = None,
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     yes: Yes = False,
     json: Json = False,
 ) -> None:
-    """Drop the results that wait for a client. Its open jobs continue: cancel them first."""
+    """List or drop results that wait for their clients. The client with most of them comes first.
+
+    The open jobs of a client continue when its results are dropped: cancel them first.
+
+    \b
+    rolloutmq replies list
+    rolloutmq replies drop trainer-1
+    """
+    from ...messages.errors import ConfigError
     from ..redis import ask
 
+    if (client is None) != (do == "list"):
+        raise ConfigError("give the client with drop, and with nothing else")
+
+    async def read(broker: Broker) -> list[dict[str, Any]]:
+        found = [
+            {
+                "client": one,
+                "bytes": nbytes,
+                "results": await broker.count_replies(one),
+                "open_jobs": len(await broker.open_jobs(one)),
+            }
+            for one, nbytes in (await broker.unread()).items()
+        ]
+        return sorted(found, key=lambda row: -row["bytes"])
+
+    if client is None:
+        line = "{client}  {results:,} results  {bytes:,} bytes  {open_jobs:,} jobs open".format_map
+        rows = ask(redis, pool, read)
+        say(rows, map(line, rows) if rows else ["no results wait"], json)
+        return
     count = ask(redis, pool, lambda broker: broker.count_replies(client))
     if count and not yes:
         typer.confirm(f"throw away {count} results of {client}?", abort=True, err=True)

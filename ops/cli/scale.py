@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...messages.defaults import DEFAULT_URL
-from .options import LogLevel, Pool, RedisUrl, finite, log_to_stderr, say
+from .options import LogLevel, Pool, RedisUrl, log_to_stderr, say, seconds
 
 if TYPE_CHECKING:
     from ...producer.diagnosis import Reason
@@ -33,7 +33,6 @@ scale = typer.Typer(add_completion=False, rich_markup_mode=None)
 up = typer.Typer(add_completion=False, rich_markup_mode=None)
 Model = Annotated[str | None, typer.Option(help="Of the workers: a folder, or a name on the hub.")]
 Logs = Annotated[Path | None, typer.Option(help="Folder for the workers' logs; default: a temporary one.")]
-Seconds = {"min": 0.0, "callback": finite}
 
 
 @scale.command("scale", context_settings=PASSES_ON)
@@ -43,20 +42,11 @@ def _scale(
     least: Annotated[int, typer.Option("--min", min=0, help="Workers that always run.")] = 0,
     most: Annotated[int, typer.Option("--max", min=0, help="Workers that run at most.")] = 4,
     gpus: Annotated[str, typer.Option(help="A GPU for each worker: 0,1,2,3; or several: 0+1,2+3.")] = "",
-    target: Annotated[
-        float, typer.Option(min=1.0, callback=finite, help="Seconds in which what waits should be generated.")
-    ] = 60.0,
-    stabilise: Annotated[
-        float, typer.Option(**Seconds, help="Seconds for which a worker that leaves was not needed.")
-    ] = 300.0,
-    startup: Annotated[
-        float, typer.Option("--start-takes", **Seconds, help="Seconds from a worker's start until it serves.")
-    ] = 60.0,
-    ready_within: Annotated[
-        float,
-        typer.Option(min=1.0, callback=finite, help="Seconds in which a worker must serve, or has failed."),
-    ] = 1800.0,
-    every: Annotated[float, typer.Option(min=0.1, callback=finite, help="Seconds between two looks.")] = 2.0,
+    target: Annotated[float, seconds("Seconds in which what waits should be generated.", 1.0)] = 60.0,
+    stabilise: Annotated[float, seconds("Seconds for which a worker that leaves was not needed.")] = 300.0,
+    startup: Annotated[float, seconds("Seconds from a worker's start until it serves.", name="--start-takes")] = 60.0,
+    ready_within: Annotated[float, seconds("Seconds in which a worker must serve, or has failed.", 1.0)] = 1800.0,
+    every: Annotated[float, seconds("Seconds between two looks.", 0.1)] = 2.0,
     explain: Annotated[bool, typer.Option("--explain", help="Only say what the pool needs, and why.")] = False,
     logs: Logs = None,
     redis: RedisUrl = DEFAULT_URL,

@@ -1,4 +1,4 @@
-"""`rolloutmq embed`, `score` and `reward`: figures for existing texts; `decode`: ids to text, without a pool."""
+"""`rolloutmq embed` and `score`: figures for existing texts; `decode`: ids to text, without a pool."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from ...messages.errors import ConfigError, InvalidField
+from ...messages.model import RewardResult
 from ...messages.redis import DEFAULT_URL
 from ..files import check_out, json_lines, lines, writing
 from ..redis import reach
-from .options import Json, Pool, RedisUrl, finite, ids, say
+from .options import Json, Pool, RedisUrl, ids, say, seconds
 
 Inputs = Annotated[
     Path,
@@ -23,10 +24,7 @@ Inputs = Annotated[
         exists=True,
     ),
 ]
-Timeout = Annotated[
-    float | None,
-    typer.Option(min=0, callback=finite, help="Seconds to wait for all of it; default: as long as it takes."),
-]
+Timeout = Annotated[float | None, seconds("Seconds to wait for all of it; default: as long as it takes.")]
 
 
 def embed(
@@ -62,28 +60,14 @@ def embed(
     say(state, [f"{out}: {count} embeddings of {size} components"], json)
 
 
-def reward(
-    file: Inputs, redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", timeout: Timeout = None, json: Json = False
-) -> None:
-    """Score every line of a file with a reward model. For workers with --task reward. Prints one JSON line for each."""
-    from ...producer.blocking import BlockingRolloutClient
-
-    inputs = _lines(file)
-    reach(redis, pool)
-    with BlockingRolloutClient(redis, pool) as client:
-        results = client.reward(list(inputs.values()), timeout=timeout)
-    found = []
-    for line, result in zip(inputs, results, strict=True):
-        scores = [float(value) for value in result.scores]
-        found.append({"line": line, "score": scores[0], "scores": scores, "version": result.version})
-    _say_all(found, json)
-
-
 def score(
     continuations: Annotated[
-        list[str], typer.Argument(metavar="CONTINUATIONS", help="Texts that may come next, one or several.")
-    ],
-    prompt: Annotated[str, typer.Option(help="The text before them.")],
+        list[str] | None, typer.Argument(metavar="CONTINUATIONS", help="Texts that may come next, one or several.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text before them.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Instead: JSONL as for `embed`, for workers with --task reward.", exists=True)
+    ] = None,
     as_ids: Annotated[bool, typer.Option("--ids", help="Prompt and continuations are ids, such as '5 17 3'.")] = False,
     tokens: Annotated[bool, typer.Option("--tokens", help="Print the log-probability of each token too.")] = False,
     redis: RedisUrl = DEFAULT_URL,
@@ -91,24 +75,42 @@ def score(
     timeout: Timeout = None,
     json: Json = False,
 ) -> None:
-    """Print how likely each continuation of a prompt is. There is one JSON line for each, in their order.
+    """Score continuations of a prompt, or the lines of a file.
+
+    A continuation's score is how likely it is, a line's what a reward model gives it. There is one JSON line for
+    each, in their order.
 
     \b
     rolloutmq score --prompt "The capital of France is" " Paris." " Rome."
+    rolloutmq score --file answers.jsonl
     """
     from ...producer.blocking import BlockingRolloutClient
 
-    given: Any = ids("--prompt", prompt) if as_ids else prompt
-    parts: list[Any] = [ids("CONTINUATIONS", part) for part in continuations] if as_ids else list(continuations)
+    if bool(continuations and prompt is not None) == (file is not None) or (file is not None and (as_ids or tokens)):
+        raise ConfigError("give --prompt and CONTINUATIONS, or --file alone")
+    if file is not None:
+        inputs = _lines(file)
+        reach(redis, pool)
+        with BlockingRolloutClient(redis, pool) as client:
+            rewards = client.reward(list(inputs.values()), timeout=timeout)
+        _say_all([_rewarded(line, reward) for line, reward in zip(inputs, rewards, strict=True)], json)
+        return
+    given: Any = ids("--prompt", prompt or "") if as_ids else prompt
+    parts: list[Any] = [ids("CONTINUATIONS", part) if as_ids else part for part in continuations or []]
     reach(redis, pool)
     with BlockingRolloutClient(redis, pool) as client:
         results = client.score(given, parts, timeout=timeout)
     found = []
-    for text, result in zip(continuations, results, strict=True):
+    for text, result in zip(continuations or [], results, strict=True):
         line = {"continuation": text, "logprob": result.sum, "per_token": result.mean, "tokens": result.logprobs.size}
         more = {"logprobs": [float(value) for value in result.logprobs]} if tokens else {}
         found.append(line | more | {"version": result.version})
     _say_all(found, json)
+
+
+def _rewarded(line: int, result: RewardResult) -> dict[str, Any]:
+    scores = [float(value) for value in result.scores]
+    return {"line": line, "score": scores[0], "scores": scores, "version": result.version}
 
 
 def decode(

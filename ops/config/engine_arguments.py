@@ -102,6 +102,23 @@ def _memory_saver(value: Any) -> Told:
     return {"engine.memory_saver": "on" if on else "off"}
 
 
+def off(why: str, *switches: str) -> Rule:
+    """A mapping of settings that is refused where all of its `switches` are on."""
+
+    def read(value: Any) -> Told:
+        if isinstance(value, Mapping) and all(value.get(switch) for switch in switches):
+            raise ValueError(f"{switches[-1]}=false: {why}")
+        return {}
+
+    return Rule(read)
+
+
+EPISODES = Rule(why="how episodes are played and trained on is the trainer's")
+PROMPTS = Rule(why="how long prompts get is the trainer's; the engine's limit is engine.context_length")
+CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
+ENGINES = Rule(why="engines are SGLang")
+CLIENTS = Rule(why="clients are asynchronous or not, as they like")
+COUNTS = Rule(why="the pool counts for itself")
 MODEL = Rule(_model)
 TP, PP, DP, EP = engine("tp_size"), _one(PP_REASON), _one(DP_REASON), Rule(_experts)
 MEMORY = engine("mem_fraction", "of weights and KV cache together")
@@ -173,7 +190,7 @@ VLLM: Mapping[str, Rule] = {
     "hf_overrides": Rule(_overrides),
     "enable_lora": LORA_SWITCH,
     "enable_sleep_mode": SLEEPS,
-    "disable_log_stats": Rule(why="the pool counts for itself"),
+    "disable_log_stats": COUNTS,
     **dict.fromkeys(("disable_log_requests", "enable_log_requests"), Rule(why="requests are not logged")),
     **dict.fromkeys(("compilation_config", "gdn_prefill_backend"), Rule(why="which graphs and kernels vLLM makes")),
     "language_model_only": PARTS,

@@ -16,12 +16,8 @@ from . import engine_arguments as engine
 from .engine_arguments import SGLANG, VLLM, VLLM_OTHER, Told
 from .translate import Arguments, Sampling, Table, Whole
 
-_EPISODES = Rule(why="how episodes are played and trained on is the trainer's")
-_PROMPTS = Rule(why="how long prompts get is the trainer's; the engine's limit is engine.context_length")
-_CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
 _HTTP = Rule(why="for HTTP, where no worker listens")
 _NO_HTTP = "false: nothing of the pool listens on HTTP; SkyRLEngine.chat_completion and .completion take such bodies"
-_SGLANG = Rule(why="engines are SGLang")
 _VLLM = Rule(why="about vLLM's processes")
 _RENDERED = Whole(Rule(why="SkyRL's generator renders conversations itself, and sends ids"))
 
@@ -53,13 +49,13 @@ _PLAYED = (
 def _engine(*, vllm: bool) -> dict[str, Any]:
     return {
         **engine.TRAINERS,
-        **dict.fromkeys(_POOL, _CLUSTER),
+        **dict.fromkeys(_POOL, engine.CLUSTER),
         **dict.fromkeys(("http_endpoint_host", "http_endpoint_port"), _HTTP),
         "enable_http_endpoint": Rule(refuse=_NO_HTTP, unless=(False,)),
         "model_dtype": engine.DTYPE,
         "serialized_weight_sync_mode": Rule(refuse="weights travel in the dtype that the trainer gives them"),
         "num_engines": Rule(why="as many workers as you start; they may come and go"),
-        "backend": _SGLANG,
+        "backend": engine.ENGINES,
         "weight_sync_backend": Rule(_backend, "NCCL, CUDA IPC or TCP, as the hosts have it"),
         "weight_transfer_threshold_cuda_ipc_GB": Rule(_gigabytes),
         "delta_weight_sync": Whole(Rule(refuse="whole versions are sent, not differences")),
@@ -70,7 +66,7 @@ def _engine(*, vllm: bool) -> dict[str, Any]:
         "enable_lora": engine.LORA_SWITCH,
         **engine.ROPE,
         "fully_sharded_loras": Rule(why="how vLLM lays adapters out"),
-        "enable_ray_prometheus_stats": Rule(why="the pool counts for itself"),
+        "enable_ray_prometheus_stats": engine.COUNTS,
         "offload_kv_for_weight_sync": Rule(why="what becomes of the KV cache at an update is publisher.mode"),
         "use_expandable_segments": Rule(why="set PYTORCH_CUDA_ALLOC_CONF where the worker starts"),
         "served_model_name": _HTTP,
@@ -80,8 +76,8 @@ def _engine(*, vllm: bool) -> dict[str, Any]:
         "speculative_config": Whole(Rule(refuse="the weights of a draft model would not be updated")),
         "enable_pd": Rule(refuse="prefill and decoding run in one engine here", unless=(False,)),
         "num_prefill": Rule(refuse="prefill and decoding run in one engine here", unless=(0,)),
-        "router_init_kwargs": Whole(_CLUSTER),
-        "async_engine": Rule(why="clients are asynchronous or not, as they like"),
+        "router_init_kwargs": Whole(engine.CLUSTER),
+        "async_engine": engine.CLIENTS,
         "override_existing_update_group": Rule(why="groups are kept or made anew as the roster needs it"),
     }
 
@@ -104,7 +100,7 @@ def table(block: Mapping[str, Any]) -> Table:
     return {
         **before,
         **_AGENT,
-        **dict.fromkeys(_PLAYED, _EPISODES),
+        **dict.fromkeys(_PLAYED, engine.EPISODES),
         "inference_engine": now,
         "model_name": engine.MODEL,
         "n_samples_per_prompt": Rule(lambda value: {"job.n": value}),
@@ -112,17 +108,17 @@ def table(block: Mapping[str, Any]) -> Table:
         "sampling_params": Sampling("job", "skyrl"),
         "eval_sampling_params": Sampling("eval", "skyrl"),
         "batched": Rule(why="requests are batched by the engine, as they come"),
-        "max_input_length": _PROMPTS,
+        "max_input_length": engine.PROMPTS,
         **dict.fromkeys(("chat_template", "chat_template_kwargs"), _RENDERED),
         "use_cache_salt": Rule(why="prefixes are never shared across weights versions"),
     }
 
 
 _AGENT: Table = {
-    "infer_backend": _SGLANG,
+    "infer_backend": engine.ENGINES,
     "backend_config": {
         "model_name": engine.MODEL,
-        "api_url": _CLUSTER,
+        "api_url": engine.CLUSTER,
         "model_max_len": engine.engine("context_length"),
     },
     "num_trajectories": Rule(lambda value: {"job.n": value}),
@@ -130,13 +126,13 @@ _AGENT: Table = {
         "num_trajectories": Rule(lambda value: {"eval.n": value}),
         "sampling_params": Sampling("eval", "skyrl"),
     },
-    "max_prompt_length": _PROMPTS,
+    "max_prompt_length": engine.PROMPTS,
     **dict.fromkeys(
         (
             *("max_iterations", "early_step_threshold", "enable_turn_reminder", "vision_is_active", "profile_tools"),
             *("remove_think_tokens", "qwen3_enable_thinking", "qwen3_acc_thinking", "debug_log"),
         ),
-        _EPISODES,
+        engine.EPISODES,
     ),
 }
 """What SkyRL's agents have in their `generator:` block instead."""

@@ -11,17 +11,14 @@ from typing import Any
 
 from ...messages.dialects import RULES, Rule
 from . import engine_arguments as engine
-from .engine_arguments import SGLANG, Told, when
+from .engine_arguments import SGLANG, Told, off, when
 from .translate import Arguments, Sampling, Table, Whole
 
-_EPISODES = Rule(why="how episodes are played and trained on is the trainer's")
 _TRAINER = Rule(why="about the trainer's own forward passes")
-_CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
 _TRACES = Rule(why="VERL's own traces and dumps are written by VERL")
 _SLEEP = Rule(why="an engine sleeps and wakes when it is told to, if free_cache_engine is on")
 _PROCESS = Rule(why="workers hold their engine in their own process")
 _CHECKPOINT_ENGINE = Rule(why="for VERL's own checkpoint engine")
-_COUNTS = Rule(why="the pool counts for itself")
 _TARGET = Rule(why="the class that Hydra would make of it")
 
 
@@ -45,18 +42,6 @@ def _megabytes(value: Any) -> Told:
     return {"publisher.bucket_bytes": value << 20}
 
 
-def _mtp(value: Any) -> Told:
-    if isinstance(value, Mapping) and value.get("enable") and value.get("enable_rollout"):
-        raise ValueError("enable_rollout=false: the weights of a draft model would not be updated")
-    return {}
-
-
-def _qat(value: Any) -> Told:
-    if isinstance(value, Mapping) and value.get("enable"):
-        raise ValueError("enable=false: engines serve weights in the dtype they are sent in")
-    return {}
-
-
 def _images(value: Any) -> Told:
     return {"engine.extra.limit_mm_data_per_request": {"image": value}}
 
@@ -70,14 +55,14 @@ def table(block: Mapping[str, Any]) -> Table:
         **({"gpu_memory_utilization": Rule(why="standalone_gpu_memory_utilization holds")} if standalone else {}),
         "standalone_gpu_memory_utilization": engine.MEMORY,
         "_target_": _TARGET,
-        "name": Rule(why="engines are SGLang"),
-        "mode": Rule(why="clients are asynchronous or not, as they like"),
-        **dict.fromkeys(("nnodes", "n_gpus_per_node"), _CLUSTER),
+        "name": engine.ENGINES,
+        "mode": engine.CLIENTS,
+        **dict.fromkeys(("nnodes", "n_gpus_per_node"), engine.CLUSTER),
         # what is sampled
         "temperature": Rule(why="do_sample=false is greedy, whatever this says") if greedy else job("temperature"),
         **{name: job(name) for name in _SAMPLED},
         "sampling_kwargs": Sampling("job", "verl"),
-        "prompt_length": Rule(why="how long prompts get is the trainer's; the engine's limit is engine.context_length"),
+        "prompt_length": engine.PROMPTS,
         "calculate_log_probs": job("return_logprob"),
         "enable_rollout_routing_replay": engine.ROUTED_EXPERTS,
         "val_kwargs": Sampling("eval", "verl"),
@@ -96,18 +81,18 @@ def table(block: Mapping[str, Any]) -> Table:
         "full_determinism": when(True, {"engine.deterministic": True}),
         "quantization": engine.engine("quantization"),
         "quantization_config_file": Rule(refuse="say it as engine.extra, in SGLang's terms"),
-        "qat": Whole(Rule(_qat)),
-        "mtp": Whole(Rule(_mtp)),
-        "disaggregation": Whole(Rule(_disaggregation)),
+        "qat": Whole(off("engines serve weights in the dtype they are sent in", "enable")),
+        "mtp": Whole(off("the weights of a draft model would not be updated", "enable", "enable_rollout")),
+        "disaggregation": Whole(off("prefill and decoding run in one engine here", "enabled")),
         "limit_images": Rule(_images),
         "skip_tokenizer_init": engine.NO_TOKENIZER,
         "engine_kwargs": {
             "sglang": Arguments(SGLANG),
-            **dict.fromkeys(("vllm", "trtllm"), Whole(Rule(why="engines are SGLang"))),
+            **dict.fromkeys(("vllm", "trtllm"), Whole(engine.ENGINES)),
             "rolloutmq": Whole(Rule(why="for verl's side of the pool")),
         },
-        "disable_log_stats": _COUNTS,
-        "prometheus": Whole(_COUNTS),
+        "disable_log_stats": engine.COUNTS,
+        "prometheus": Whole(engine.COUNTS),
         **dict.fromkeys(("sglang_engine_mode", "sglang_rollout_mode"), _PROCESS),
         "server": Whole(Rule(why="there is no server between client and engine: retries are the broker's")),
         "free_cache_engine": Rule(why="standalone engines do not sleep") if standalone else engine.SLEEPS,
@@ -129,19 +114,13 @@ def table(block: Mapping[str, Any]) -> Table:
         # the trainer's
         "over_sample_rate": Rule(why="how many samples are enough is the trainer's: it cancels the rest"),
         **dict.fromkeys(_FORWARD, _TRAINER),
-        "custom": Whole(_EPISODES),
-        "multi_turn": dict.fromkeys(MULTI_TURN, _EPISODES),
-        "agent": dict.fromkeys(AGENT, Whole(_EPISODES)),
+        "custom": Whole(engine.EPISODES),
+        "multi_turn": dict.fromkeys(MULTI_TURN, engine.EPISODES),
+        "agent": dict.fromkeys(AGENT, Whole(engine.EPISODES)),
         **dict.fromkeys(("trace", "skip"), Whole(_TRACES)),
         **dict.fromkeys(("skip_rollout", "skip_dump_dir"), _TRACES),
         "profiler": Whole(Rule(why="an engine is profiled when it is told to, it is no setting")),
     }
-
-
-def _disaggregation(value: Any) -> Told:
-    if isinstance(value, Mapping) and value.get("enabled"):
-        raise ValueError("enabled=false: prefill and decoding run in one engine here")
-    return {}
 
 
 _SAMPLED = ("top_k", "top_p", "repetition_penalty", "do_sample", "ignore_eos", "n", "response_length", "logprobs_mode")

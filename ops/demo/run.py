@@ -22,7 +22,7 @@ from ...sync.publish import WeightPublisher
 from ..redis import EmbeddedRedis
 from .incidents import Incidents
 from .learner import Learner
-from .live import View
+from .lines import LINE_EVERY, line
 from .model import Warmup, make_model, save_checkpoint, warm_up
 from .pool import PoolSettings, Workers
 from .report import draw_report
@@ -32,6 +32,7 @@ from .watch import Watch
 
 STEPS = 130
 GOAL = 0.9
+WORKERS = 2
 POOL = "demo"
 START_TIMEOUT_S = 180.0
 LATE_S = 60.0
@@ -42,7 +43,6 @@ def run_demo(
     out: Path = Path("out/demo"),
     *,
     steps: int | None = None,
-    workers: int = 2,
     seed: int = 0,
     gpus: bool = False,
     as_json: bool = False,
@@ -50,7 +50,7 @@ def run_demo(
     """Learn to sort four digits from what a pool of real workers generates; the exit code.
 
     Writes model/, worker logs, summary.json and report.png into `out`, whose old content of these names is replaced.
-    Returns 0, or 1 after saying in plain words what went wrong. `workers` (at least 2) are up when training begins; one
+    Returns 0, or 1 after saying in plain words what went wrong. WORKERS are up when training begins; one
     of them is killed after a third of the steps, another one joins later. gpus: train on the first GPU and serve on
     all, the other ones first; weights go over NCCL, or by CUDA IPC to a worker on the trainer's GPU. as_json: what
     summary.json has is the one line on stdout, all else goes to stderr.
@@ -58,7 +58,7 @@ def run_demo(
     logging.getLogger("rolloutmq").setLevel(logging.ERROR)  # a killed worker is part of the programme
     console = Console(file=sys.stderr if as_json else sys.stdout)
     try:
-        summary = Demo(out, steps or STEPS, workers, seed, console, visible_gpus() if gpus else ()).run()
+        summary = Demo(out, steps or STEPS, seed, console, visible_gpus() if gpus else ()).run()
     except RolloutMQError as error:
         console.print(f"[red]The demo failed.[/] {type(error).__name__}: {error}", highlight=False, soft_wrap=True)
         return 1
@@ -84,10 +84,8 @@ def visible_gpus() -> tuple[str, ...]:
 class Demo:
     """One run; see `run_demo`."""
 
-    def __init__(  # noqa: PLR0917
-        self, out: Path, steps: int, workers: int, seed: int, console: Console, gpus: Sequence[str] = ()
-    ) -> None:
-        self.out, self.steps, self.count, self.seed, self.console = out, steps, workers, seed, console
+    def __init__(self, out: Path, steps: int, seed: int, console: Console, gpus: Sequence[str] = ()) -> None:
+        self.out, self.steps, self.seed, self.console = out, steps, seed, console
         self.gpus = tuple(gpus)
         self._began = time.monotonic()
 
@@ -101,6 +99,7 @@ class Demo:
             Watch(redis.url, POOL) as watch,
             Workers(PoolSettings(redis.url, POOL, self.out / "model", self.out, gpus=self.gpus)) as workers,
         ):
+            self._say(f"Redis is up; to watch the pool: rolloutmq top --redis {redis.url} --pool {POOL}")
             self._start(workers, watch)
             with BlockingRolloutClient(redis.url, POOL) as client, WeightPublisher(redis.url, POOL) as publisher:
                 learner = Learner(model.to("cuda:0") if self.gpus else model, self.steps)
@@ -145,8 +144,8 @@ class Demo:
         return model, warmup
 
     def _start(self, workers: Workers, watch: Watch) -> None:
-        pids = {workers.start().pid for _ in range(self.count)}
-        self._say(f"Redis is up; {self.count} workers load SGLang, logs in {self.out}/worker-*.log")
+        pids = {workers.start().pid for _ in range(WORKERS)}
+        self._say(f"{WORKERS} workers load SGLang, logs in {self.out}/worker-*.log")
         deadline = time.monotonic() + START_TIMEOUT_S
         while not watch.wait_serving(pids, 1.0):
             workers.check()
@@ -156,7 +155,6 @@ class Demo:
         self._say("all workers serve; from here on it is RL only, on samples that the pool generates")
 
     def _train(self, trainer: Trainer, incidents: Incidents) -> None:
-        view = View(self.steps, incidents.workers, incidents.watch, self.console)
         planned_end = 0.0
 
         def goes_on(done: int) -> bool:
@@ -169,10 +167,11 @@ class Demo:
         def on_step(step: Step) -> None:
             incidents.after(step.number)
             incidents.workers.check()
-            view.show(step)
+            if step.number % LINE_EVERY == 0 or step.number == 1:
+                told = line(trainer.steps, self.steps, incidents.workers, incidents.watch)
+                self.console.print(told, markup=False, highlight=False, soft_wrap=True)
 
-        with view:
-            trainer.run(goes_on, on_step)
+        trainer.run(goes_on, on_step)
 
     def _write(self, summary: dict[str, Any], trainer: Trainer, incidents: Incidents) -> None:
         (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

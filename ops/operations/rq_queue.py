@@ -20,7 +20,7 @@ from pydantic_core import to_jsonable_python
 from redis import Redis
 from redis.backoff import ExponentialBackoff
 from redis.client import Pipeline
-from redis.exceptions import ConnectionError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, TimeoutError
 from redis.retry import Retry as RedisRetry
 from rq import Queue, Retry, Worker
 from rq.exceptions import DuplicateJobError, NoSuchJobError
@@ -28,8 +28,8 @@ from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.worker_registration import get_keys
 
-from ...messages.errors import ConfigError, InvalidField, RedisUnavailable
-from ...messages.redis import ONCE_S, Keys, parse_one, redacted, told_as_ours
+from ...messages.errors import ConfigError, InvalidField
+from ...messages.redis import Keys, parse_one, redacted, told_as_ours
 from .catalog import checked
 from .rq_job import CANCELLED, ENTRY, ForeignJob, MsgpackSerializer, OperationJob, Surroundings
 
@@ -69,17 +69,16 @@ class OperationRun:
 
 
 class _Retry(RedisRetry):
-    """Tries again after broken connections, `retries` times, but not when a server has not answered for `reply_s`."""
+    """Tries again after broken connections, but not when a server has not answered for REPLY_TIMEOUT_S."""
 
-    def __init__(self, reply_s: float, retries: int) -> None:
-        super().__init__(ExponentialBackoff(cap=1.0, base=0.1), retries, (ConnectionError,))
-        self._reply_s = reply_s
+    def __init__(self) -> None:
+        super().__init__(ExponentialBackoff(cap=1.0, base=0.1), 3, (ConnectionError,))
 
     def call_with_retry(self, *args: Any, **options: Any) -> Any:
         try:
             return super().call_with_retry(*args, **options)
         except TimeoutError as error:
-            raise TimeoutError(f"no reply within {self._reply_s:g} s") from error
+            raise TimeoutError(f"no reply within {REPLY_TIMEOUT_S:g} s") from error
 
 
 class OperationQueue:
@@ -87,21 +86,13 @@ class OperationQueue:
     answer, become RedisUnavailable."""
 
     def __init__(self, redis_url: str, pool: str, *, patient: bool = False) -> None:
-        """patient: ask a server that does not answer for as long as redis-py does: a minute and more.
+        """It does not connect yet. Raises ConfigError, InvalidField.
 
-        Raises ConfigError, InvalidField, RedisUnavailable.
+        patient: ask a server that does not answer for as long as redis-py does: a minute and more.
         """
         self.name = queue_name(pool)
         self._told = told_as_ours(redacted(redis_url))
-        with told_as_ours(redacted(redis_url)), _connect(redis_url, ONCE_S, retry=_Retry(ONCE_S, 0)) as once:
-            try:
-                once.ping()
-            except TimeoutError:
-                raise
-            except (RedisError, OSError) as error:
-                raise RedisUnavailable(f"no Redis for operations at {redacted(redis_url)}: {error}") from error
-        retries = {} if patient else {"retry": _Retry(REPLY_TIMEOUT_S, 3)}
-        self.redis = _connect(redis_url, REPLY_TIMEOUT_S, **retries)
+        self.redis = _connect(redis_url, **({} if patient else {"retry": _Retry()}))
         serializer: Any = MsgpackSerializer
         self._queue = Queue(self.name, connection=self.redis, job_class=OperationJob, serializer=serializer)
 
@@ -197,10 +188,10 @@ class OperationQueue:
         return any(self.redis.exists(key) for key in get_keys(queue=self._queue))
 
 
-def _connect(redis_url: str, reply_s: float, **settings: Any) -> Redis:
+def _connect(redis_url: str, **settings: Any) -> Redis:
     """A blocking client for RQ, which needs a single server. It does not connect yet.
 
-    A server that does not answer is an error after `reply_s`. RQ gives its worker's waits for a job more time.
+    A server that does not answer is an error after REPLY_TIMEOUT_S. RQ gives its worker's waits for a job more time.
     """
     target = parse_one(redis_url, "RQ, which runs operations,")
     if target.kind != "single":
@@ -214,8 +205,8 @@ def _connect(redis_url: str, reply_s: float, **settings: Any) -> Redis:
     return Redis(
         ssl=target.tls,
         protocol=2,
-        socket_timeout=reply_s,
-        socket_connect_timeout=reply_s,
+        socket_timeout=REPLY_TIMEOUT_S,
+        socket_connect_timeout=REPLY_TIMEOUT_S,
         health_check_interval=15,
         **settings,
         **options,

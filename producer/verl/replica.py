@@ -112,7 +112,7 @@ class PoolReplica(RolloutReplica):  # type: ignore[misc]
         """Do nothing; see `sleep`."""
 
     async def start_profile(self, **_kwargs: Any) -> None:
-        """Do nothing: `rolloutmq control start-profile` profiles workers."""
+        """Do nothing: `rolloutmq control profile start` profiles workers."""
 
     async def stop_profile(self) -> None:
         """Do nothing; see `start_profile`."""

@@ -251,7 +251,7 @@ def test_nothing_else_is_called_code() -> None:
     assert not [block for block in BLOCKS if not block.language and re.search(r"^(rolloutmq|make) ", block.code, re.M)]
 
 
-@pytest.mark.parametrize("wrong", ["status --no-such-flag", "nonsense", "control pause --mode", "weights show"])
+@pytest.mark.parametrize("wrong", ["status --no-such-flag", "nonsense", "control pause --mode", "control cache"])
 def test_a_command_that_is_none_is_seen(wrong: str) -> None:
     with pytest.raises(Exception, match=r"No such|requires an argument|Missing"):
         parse(wrong.split())

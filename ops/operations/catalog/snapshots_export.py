@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from ....messages.errors import ConfigError
 from ....messages.model import Int
-from ....sync.disk import SnapshotStore, export_version
+from ....sync.disk import export_version
+from ...weights_disk import store_in
 from .operation import Check, Context, Operation, Params, operation
 
 
@@ -48,10 +47,3 @@ def _export(context: Context, params: SnapshotsExportParams, check: Check) -> di
             nbytes += found.nbytes * copied
     context.progress(len(versions), len(versions), now=True)
     return {"exported": done[True], "there": done[False], "nbytes": nbytes}
-
-
-def store_in(folder: str, keep: int = 1) -> SnapshotStore:
-    """Raises ConfigError if there is no such folder: a mistyped one would look empty."""
-    if not Path(folder).is_dir():
-        raise ConfigError(f"{folder} is not a folder")
-    return SnapshotStore(folder, keep)

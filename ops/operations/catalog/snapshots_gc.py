@@ -10,8 +10,8 @@ from pydantic import Field
 from ....messages.journal import TORN, read
 from ....messages.model import Float, Int
 from ....sync.transfer import Ledger
+from ...weights_disk import store_in
 from .operation import Check, Context, Operation, Params, operation
-from .snapshots_export import store_in
 
 TOLD = 20
 """The result has at most so many problems."""

@@ -58,6 +58,8 @@ def test_replies_list_and_drop(redis_db: str) -> None:
     assert code == 0
     assert "client  1 results" in output
     assert output.endswith("1 jobs open\n")
+    for wrong in (("replies", "drop"), ("replies", "list", "client")):
+        assert "ConfigError: give the client with drop" in run(redis_db, *wrong)[1]
     assert run(redis_db, "replies", "drop", "client", answer="n\n")[0] == 1
     assert run(redis_db, "replies", "drop", "client", "--yes") == (0, "dropped 1 results\n")
     assert run(redis_db, "replies", "list") == (0, "no results wait\n")

@@ -17,10 +17,11 @@ from support.pools.fixtures import MakeLease
 from support.pools.pool import eventually, status, worker
 from typer.testing import CliRunner
 
+import rolloutmq
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Lease, connect
 from rolloutmq.messages.errors import ConfigError, InvalidField
-from rolloutmq.ops.cli.main import COMMANDS, app, load
+from rolloutmq.ops.cli.main import COMMANDS, GROUPS, app, load
 from rolloutmq.ops.flags import as_config, parse_extra
 from rolloutmq.ops.status import pool_state, status_lines
 from rolloutmq.ops.tiny_model import load_tiny_model
@@ -50,7 +51,9 @@ def test_help_names_every_command_and_imports_none() -> None:
     shown = python(code)
     assert shown.returncode == 0, shown.stderr
     assert all(f"\n  {name} " in shown.stdout for name in COMMANDS)
-    assert "..." not in shown.stdout.partition("Commands:")[2], "every line fits"
+    assert {f"\n{heading}:\n" in shown.stdout for heading in GROUPS} == {True}
+    lines = [line for *_, line in COMMANDS.values()]
+    assert all(line in shown.stdout for line in lines), "every line fits"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -73,9 +76,9 @@ def test_a_flag_means_one_thing_in_every_command() -> None:
             for spelled in (one for one in option.opts if one.startswith("--")):
                 kinds.setdefault(spelled, {}).setdefault(kind, []).append(name)
     assert {spelled: found for spelled, found in kinds.items() if len(found) > 1} == {}
-    assert kinds["--keep"] == {str(int): ["weights gc"]}
+    assert kinds["--keep"] == {str(int): ["snapshots"]}
     assert [commands for found in (kinds["--steps"], kinds["--training-steps"]) for commands in found.values()] == [
-        ["control start-profile"],
+        ["control profile"],
         ["demo"],
     ]
 
@@ -84,6 +87,10 @@ def test_every_command_that_prints_has_json() -> None:
     silent = {"worker", "exporter", "ops worker"}  # they log
     without = {name for name, command in every_command() if not any("--json" in one.opts for one in command.params)}
     assert without == silent
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"rolloutmq {rolloutmq.__version__}\n"
 
 
 def test_a_command_that_there_is_not_is_told_the_nearest() -> None:

@@ -33,6 +33,8 @@ def offered(typed: str) -> list[str]:
         ("rolloutmq ops run --w", ["--wait"]),
         ("rolloutmq control pa", ["pause"]),
         ("rolloutmq control pause --tim", ["--timeout"]),
+        ("rolloutmq dead req", ["requeue"]),
+        ("rolloutmq control profile st", ["start", "stop"]),
         ("rolloutmq worker --max-r", ["--max-running"]),
         ("rolloutmq nonsense --o", []),
     ],

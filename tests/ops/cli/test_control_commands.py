@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from rolloutmq.messages.errors import InvalidField
 from rolloutmq.messages.model.command_params import ACTIONS
-from rolloutmq.ops.cli.control import NAMES, _file_name
-from rolloutmq.ops.cli.control import app as control
+from rolloutmq.ops.cli.control import COMMANDS, _file_name
 from rolloutmq.ops.cli.main import app
 from rolloutmq.producer import BlockingPoolControl
 from rolloutmq.worker.config import WorkerConfig
@@ -61,8 +60,7 @@ def call(url: str, *arguments: str) -> Any:
 
 
 def test_every_action_has_a_command() -> None:
-    names = {command.name or command.callback.__name__ for command in control.registered_commands}  # type: ignore[union-attr]
-    assert names == {NAMES.get(action, action.replace("_", "-")) for action in ACTIONS}
+    assert sorted(action for words in COMMANDS.values() for action in words.values()) == sorted(ACTIONS)
 
 
 def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Path) -> None:
@@ -76,12 +74,12 @@ def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Pat
         ("abort", "--no-drop"),
         ("sleep", "--tag", "kv_cache"),
         ("wake", "--tag", "kv_cache"),
-        ("flush-cache",),
-        ("set-version", "5"),
+        ("cache", "flush"),
+        ("version", "set", "5"),
         ("audit-weights",),
         ("adapters",),
-        ("start-profile", "--folder", str(tmp_path / "traces")),
-        ("stop-profile", "--out", str(tmp_path / "here")),
+        ("profile", "start", "--folder", str(tmp_path / "traces")),
+        ("profile", "stop", "--out", str(tmp_path / "here")),
         ("journal", "on", str(tmp_path / "journal")),
         ("journal", "off"),
     ):
@@ -91,11 +89,11 @@ def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Pat
     (trace,) = (tmp_path / "here" / worker_id).iterdir()
     assert trace.read_bytes() == (tmp_path / "traces" / trace.name).read_bytes()
     for arguments, why in (
-        (("clear-storage",), "RequestRefused: clear_storage"),
-        (("set-version", "2"), "above 5"),
+        (("cache", "clear"), "RequestRefused: clear_storage"),
+        (("version", "set", "2"), "above 5"),
         (("load", str(tmp_path / "none"), "9"), "NoSuchSnapshot"),
-        (("load-adapter", "a", "1", str(tmp_path / "none")), "NoSuchSnapshot"),
-        (("unload-adapter", "a"), "none"),
+        (("adapters", "load", "a", "1", str(tmp_path / "none")), "NoSuchSnapshot"),
+        (("adapters", "unload", "a"), "none"),
     ):
         done = call(redis_db, *arguments)
         assert (done.exit_code, why in done.output) == (1, True), (arguments, done.output)
@@ -105,10 +103,19 @@ def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Pat
         ("sleep", "--tag", "lungs"),
         ("pause", "--mode", "gently"),
         ("save", "relative"),
+        ("cache",),
         ("journal", "on"),
         ("journal", "off", str(tmp_path)),
     ):
         assert call(redis_db, *arguments).exit_code == 2
+    for arguments, why in (
+        (("version", "5"), "is not one of 'show', 'set'"),
+        (("version", "set"), "version="),
+        (("adapters", "unload", "a", "1", "/there"), "control adapters unload takes no path"),
+        (("profile", "stop", "--steps", "3"), "control profile stop takes no steps"),
+    ):
+        done = call(redis_db, *arguments)
+        assert (done.exit_code, why in done.output) == (2, True), (arguments, done.output)
     assert "an absolute path: each worker looks for it on its own host" in call(redis_db, "load", "here", "9").output
     nobody = call(redis_db, "version", "--worker", "nobody")
     assert (nobody.exit_code, "no worker of that name" in nobody.output) == (1, True)

@@ -80,7 +80,7 @@ UNSEEN = {"half a character", "more than 64 bits", "an id that is none"}
 READERS = {
     "submit": ("submit", "--out", "o.jsonl"),
     "embed": ("embed", "--out", "o.npy"),
-    "reward": ("reward",),
+    "score": ("score", "--file"),
     "decode": ("decode", "--model", ".", "--file"),
 }
 
@@ -88,7 +88,7 @@ READERS = {
 @pytest.mark.parametrize("wrong", LINES)
 @pytest.mark.parametrize("command", READERS)
 def test_a_line_of_a_file(files: Path, command: str, wrong: str) -> None:
-    if command in {"embed", "reward"} and wrong in UNSEEN:
+    if command in {"embed", "score"} and wrong in UNSEEN:
         refused(files, [*READERS[command], f"{wrong}.jsonl"])
     else:
         refused(files, [*READERS[command], f"{wrong}.jsonl"], "InvalidField: line 1", "=")
@@ -112,7 +112,7 @@ WRITERS = {
     "demo": ("demo", "--out"),
     "tiny-model": ("tiny-model",),
     "redis": ("redis", "--directory"),
-    "stop-profile": ("control", "stop-profile", "--out"),
+    "stop-profile": ("control", "profile", "stop", "--out"),
 }
 OUT = {
     "no place": "/proc/none/o",
@@ -165,7 +165,7 @@ def test_a_disk_that_is_full_when_a_model_is_written(files: Path) -> None:
         (("journal", "show", ".", "--version", "-1"), ("--version", "0")),
         (("score", "a", "--prompt", "-1", "--ids"), ("--prompt='-1'",)),
         (("decode", "--model", ".", "-1"), ("-1",)),
-        (("reward", "prompts.jsonl", "--timeout", "inf"), ("--timeout", "inf")),
+        (("score", "--file", "prompts.jsonl", "--timeout", "inf"), ("--timeout", "inf")),
         (("submit", "prompts.jsonl", "--out", "o", "--window", "0"), ("--window",)),
         (("submit", "prompts.jsonl", "--out", "o", "--n", "0"), ("line 1.n=0",)),
         (("submit", "prompts.jsonl", "--out", "prompts.jsonl", "--overwrite"), ("--out='prompts.jsonl'", "another")),
@@ -178,7 +178,7 @@ def test_a_disk_that_is_full_when_a_model_is_written(files: Path) -> None:
         (("ops", "run", "audit"), ("operation='audit'",)),
         (("ops", "worker", "--log-level", "loud"), ("log_level='loud'", "debug")),
         (("control", "abort", "--timeout", "nan"), ("--timeout",)),
-        (("weights", "snapshots", LONG), (LONG,)),
+        (("snapshots", LONG), (LONG,)),
         (("redis", "--port", "65536"), ("--port", "65535")),
         (("demo", "--seed", "-1"), ("--seed",)),
         (("config", "explain", "folder"), ("folder",)),
@@ -223,7 +223,6 @@ def silent() -> Iterator[str]:
 )
 def test_a_server_that_says_nothing(silent: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "ONCE_S", 0.1)
-    monkeypatch.setattr(rq_queue, "ONCE_S", 0.1)
     ended = CliRunner().invoke(app, [*arguments, "--redis", silent])
     assert isinstance(ended.exception, SystemExit), ended.exception
     assert ended.exit_code == 2

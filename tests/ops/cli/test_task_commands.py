@@ -1,4 +1,4 @@
-"""`rolloutmq embed`, `score` and `reward`, against a worker that answers from a script."""
+"""`rolloutmq embed`, and `score`, against a worker that answers from a script."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_embed_writes_an_array_and_reward_a_line_each(redis_db: str, tmp_p
     async with worker(redis_db, engine=Pooling()):
         done = await command("embed", str(source), "--out", str(out), "--redis", redis_db, "--timeout", "20")
         assert done.exit_code == 0, done.output
-        scored = await command("reward", str(source), "--redis", redis_db, "--timeout", "20")
+        scored = await command("score", "--file", str(source), "--redis", redis_db, "--timeout", "20")
     assert "2 embeddings of 3 components" in done.stdout
     np.testing.assert_array_equal(np.load(out), np.array([[2, 3, 0], [3, 12, 0]], np.float32))
     lines = [json.loads(line) for line in scored.stdout.splitlines()]

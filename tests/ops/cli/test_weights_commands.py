@@ -1,4 +1,4 @@
-"""`rolloutmq weights`, as an operator types it."""
+"""`rolloutmq weights` and `rolloutmq snapshots`, as an operator types them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ BROKEN = TransferReport(ok=False, phase="verify", error="tensor a: digest \x1b[3
 
 def run(*arguments: str, answer: str | None = None) -> Result:
     return CliRunner().invoke(app, ["weights", *arguments], input=answer)
+
+
+def on_disk(*arguments: str, answer: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["snapshots", *arguments], input=answer)
 
 
 def in_pool(url: str, work: Any) -> None:
@@ -192,7 +196,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_snapshots_are_listed_and_verified(folder: Path) -> None:
-    listed = json.loads(run("snapshots", str(folder), "--json").stdout)
+    listed = json.loads(on_disk(str(folder), "--json").stdout)
     found = [(one["version"], one["tensors"], one["verified"], one["problem"]) for one in listed]
     assert found == [(version, 2, False, "") for version in (1, 2, 3)]
     (file,) = Path(listed[1]["path"]).glob("*.safetensors")
@@ -200,48 +204,50 @@ def test_snapshots_are_listed_and_verified(folder: Path) -> None:
     assert listed[1]["nbytes"] == len(content)
     content[-1] ^= 1
     file.write_bytes(content)
-    assert run("snapshots", str(folder)).exit_code == 0  # sizes and headers are as they were
-    shown = run("snapshots", str(folder), "--verify")
+    assert on_disk(str(folder)).exit_code == 0  # sizes and headers are as they were
+    shown = on_disk(str(folder), "--verify")
     assert shown.exit_code == 1
     lines = shown.stdout.splitlines()
     assert [line.endswith("verified") for line in lines] == [True, False, True]
     assert f"DigestMismatch: tensor a in {file}" in lines[1]
     file.unlink()
-    shown = run("snapshots", str(folder), "--json")
+    shown = on_disk(str(folder), "--json")
     assert shown.exit_code == 1
     assert "BrokenSnapshot" in json.loads(shown.stdout)[1]["problem"]
 
 
-def test_gc_asks_and_leaves_what_is_pinned(folder: Path) -> None:
-    assert run("pin", str(folder), "1").stdout == "pinned: 1\n"
-    assert run("gc", str(folder), "--keep", "1", answer="n\n").exit_code == 1
+def test_what_is_removed_is_asked_for_and_leaves_what_is_pinned(folder: Path) -> None:
+    def left(*options: str, answer: str | None = None) -> list[tuple[int, bool]]:
+        done = on_disk(str(folder), "--json", *options, answer=answer)
+        return [(one["version"], one["pinned"]) for one in json.loads(done.stdout)]
+
+    assert left("--pin", "1") == [(1, True), (2, False), (3, False)]
+    assert on_disk(str(folder), "--keep", "1", answer="n\n").exit_code == 1
     assert SnapshotStore(folder).versions() == [1, 2, 3]
-    assert json.loads(run("gc", str(folder), "--keep", "1", "--yes", "--json").stdout) == {
-        "removed": [2],
-        "left": [1, 3],
-    }
-    assert "pinned" in run("snapshots", str(folder)).stdout.splitlines()[0]
-    assert run("pin", str(folder), "1", "--remove").stdout == "pinned: none\n"
-    assert run("gc", str(folder), "--keep", "1", answer="y\n").stdout.endswith("removed 1; left 3\n")
-    assert run("gc", str(folder), "--keep", "1", "--yes").stdout == "removed none; left 3\n"
+    assert left("--keep", "1", "--yes") == [(1, True), (3, False)]
+    assert "pinned" in on_disk(str(folder)).stdout.splitlines()[0]
+    assert left("--unpin", "1") == [(1, False), (3, False)]
+    assert left("--keep", "1", "--yes") == [(3, False)]
+    assert left("--keep", "1", "--yes") == [(3, False)]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("snapshots",), "is not a folder"),
-        (("gc", "--keep", "1", "--yes"), "is not a folder"),
-        (("gc", "--keep", "0"), "1"),
-    ],
+    ("options", "says"),
+    [((), "is not a folder"), (("--keep", "1", "--yes"), "is not a folder"), (("--keep", "0"), "1")],
 )
-def test_folders_and_numbers_that_cannot_be(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
-    command, *options = arguments
-    shown = run(command, str(tmp_path / "nowhere"), *options)
+def test_folders_and_numbers_that_cannot_be(tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+    shown = on_disk(str(tmp_path / "nowhere"), *options)
     assert shown.exit_code == 2
     assert says in shown.stderr
 
 
 def test_pin_what_is_not_there(folder: Path) -> None:
-    shown = run("pin", str(folder), "7")
+    shown = on_disk(str(folder), "--pin", "7")
     assert shown.exit_code == 2
     assert "NoSuchSnapshot" in shown.stderr
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("list", "3"), ("reset", "3", "--yes")])
+def test_a_version_is_for_show(redis_db: str, arguments: tuple[str, ...]) -> None:
+    shown = run(*arguments, "--redis", redis_db)
+    assert (shown.exit_code, "ConfigError: give the version with show" in shown.stderr) == (2, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 from collections import Counter
@@ -10,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from rolloutmq.messages import WorkerStatus
 from rolloutmq.messages.errors import EngineError
 from rolloutmq.ops.demo.incidents import Incidents
-from rolloutmq.ops.demo.live import View
+from rolloutmq.ops.demo.lines import line
 from rolloutmq.ops.demo.pool import PoolSettings, WorkerProcess, Workers
 from rolloutmq.ops.demo.report import draw_report
 from rolloutmq.ops.demo.tally import Tally
@@ -54,25 +52,11 @@ def watch() -> Watch:
     return watch
 
 
-def test_without_a_terminal_there_are_plain_lines(workers: Workers, watch: Watch) -> None:
-    out = io.StringIO()
-    with View(20, workers, watch, Console(file=out, width=80)) as view:
-        for step in STEPS:
-            view.show(step)
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 3
-    assert "step  20/20  reward 0.775  staleness 0.5 (max 2)     80 tok/s  queue 5" in lines[-1]
-    assert "worker-1 serving v7, worker-2 killed v7" in lines[-1]
-
-
-def test_on_a_terminal_there_is_a_live_view(workers: Workers, watch: Watch) -> None:
-    out = io.StringIO()
-    with View(20, workers, watch, Console(file=out, width=100, force_terminal=True, color_system=None)) as view:
-        for step in STEPS:
-            view.show(step)
-    shown = out.getvalue()
-    for word in ["20 of 20", "0.775", "5 jobs", "v7", "2 behind", "25%", "serving", "killed", "123"]:
-        assert word in shown
+def test_a_line_says_what_was_learned_how_fast_and_by_whom(workers: Workers, watch: Watch) -> None:
+    told = line(STEPS, 20, workers, watch)
+    assert "step  20/20  reward 0.775  staleness 0.5 (max 2)     80 tok/s  queue 5" in told
+    assert told.endswith("worker-1 serving v7, worker-2 killed v7")
+    assert "step   1/20  reward 0.050" in line(STEPS[:1], 20, workers, watch)
 
 
 def test_the_picture_is_drawn(workers: Workers, watch: Watch, tmp_path: Path) -> None:
