@@ -33,10 +33,9 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "config": ("config", "app", "Explain a configuration file, also SkyRL's or VERL's."),
     "redis": ("trial", "redis", "Run an embedded redis-server on this machine until Ctrl-C."),
     "tiny-model": ("trial", "tiny_model", "Write a tiny random Qwen2-style model and its tokenizer."),
-    "books": ("trial", "books", "Show what became of a trainer's samples, from a checkpoint."),
     "journal": ("journal", "app", "Print a journal, export it, or record a pool."),
     "job": ("journal", "job", "Show a job's whole life, from a journal or the pool."),
-    "replay": ("replay", "replay", "Generate recorded samples again, and compare tokens."),
+    "replay": ("replay", "replay", "Generate or score recorded samples again, and compare."),
     "demo": ("trial", "demo", "Run asynchronous RL here, while workers die and join."),
 }
 """Name -> (module of this room, what it has, the line of `rolloutmq --help`)."""

@@ -13,24 +13,26 @@ from rolloutmq.ops.cli.main import app
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--score --score-every 5", "--score-every and --score: give one of them"),
-        ("--bisect --depth schedule", "--bisect and --depth schedule: give one of them"),
-        ("--queued --score", "--queued and --score: give one of them"),
-        ("--score --pool default", "--pool: nothing is generated in a pool with --score"),
-        ("--bisect --score --pool default", "--pool: nothing is generated in a pool with --bisect and --score"),
-        ("--depth schedule --html page.html", "--html: there is no report with --depth schedule"),
-        ("--queued --html page.html", "--html: there is no report with --queued"),
-        ("--queued --where reward<0", "--where: --queued takes no such choice"),
-        (f"--queued {'a' * 32}", "ID: --queued takes no such choice"),
-        ("--queued --since 90m", "--since: --queued takes no such choice"),
-        ("--score-every 5 --limit 10", "--limit: --score-every takes no such choice"),
-        ("--depth schedule --version 0", "--version: --depth schedule takes no such choice"),
+        ("score --pool default", "--pool: replay score does not take it"),
+        ("bisect --by score --pool default", "--pool: replay bisect does not take it"),
+        ("schedule --html page.html", "--html: replay schedule does not take it"),
+        ("queued --html page.html", "--html: replay queued does not take it"),
+        ("queued --where reward<0", "--where: replay queued does not take it"),
+        (f"queued {'a' * 32}", "ID: replay queued does not take it"),
+        ("queued --since 90m", "--since: replay queued does not take it"),
+        ("follow --limit 10", "--limit: replay follow does not take it"),
+        ("schedule --version 0", "--version: replay schedule does not take it"),
+        ("tokens --by score", "--by: replay tokens does not take it"),
+        ("books --journal out", "--journal: replay books does not take it"),
+        ("books", "replay books: give one file"),
+        ("tokens", "--journal: give the folder of a journal"),
+        ("bisected", "one of tokens, score, follow, bisect, loss, schedule, queued, books"),
     ],
 )
 def test_options_that_do_not_fit_together(
     options: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shown = CliRunner().invoke(app, ["replay", "--journal", str(tmp_path), *options.split()])
+    shown = CliRunner().invoke(app, ["replay", *options.split()])
     assert (shown.exit_code, says in shown.output) == (2, True), shown.output
     assert not (tmp_path / "page.html").exists()
