@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from support.specimens.messages import result
 from typer.testing import CliRunner
 
+from rolloutmq.messages import GenerateJob
+from rolloutmq.messages.journal import Journal
 from rolloutmq.ops.cli.main import app
 
 
@@ -36,3 +40,23 @@ def test_options_that_do_not_fit_together(
     shown = CliRunner().invoke(app, ["replay", *options.split()])
     assert (shown.exit_code, says in shown.output) == (2, True), shown.output
     assert not (tmp_path / "page.html").exists()
+
+
+def test_what_needs_no_model_is_asked_of_a_journal_alone(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        for version in range(3):
+            job = GenerateJob(id=f"{version:032x}", token_ids=[5], n=1, reply_to="me")
+            journal.job(job)
+            journal.outcome(result(job, 0, token_ids=[7], logprobs=[-1.0], segments=[(version, 1)]), "me")
+            journal.note((job.id, 0, 1), reward=1.0 - version)
+
+    def told(*arguments: str) -> dict[str, object]:
+        shown = CliRunner().invoke(app, ["replay", *arguments, "--journal", str(tmp_path), "--json"])
+        assert shown.exit_code == 0, shown.output
+        (line,) = map(json.loads, shown.stdout.splitlines())
+        return line
+
+    found = told("bisect", "--by", "reward < 0.2")
+    assert (found["good"], found["broken"], found["tested"]) == (0, 1, {"0": False, "1": True, "2": True})
+    seen = told("schedule", f"{1:032x}")
+    assert (seen["outcomes"], seen["violations"]) == ({"result": 1}, [])
