@@ -34,7 +34,7 @@ from rolloutmq.ops.demo.pool import WorkerProcess
 from rolloutmq.ops.flags import parse_extra
 from rolloutmq.ops.journal.live import Live, live_of
 from rolloutmq.ops.redis import EmbeddedRedis
-from rolloutmq.ops.replay import Recorded, Settings, as_data, recorded, replay_tokens, summary
+from rolloutmq.ops.replay import Recorded, Settings, recorded, replay_tokens, summary
 from rolloutmq.ops.tiny_model import write_tiny_model
 
 from .sync.shapes import one_shape
@@ -297,7 +297,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "fingerprint": dict(samples[0].result.fingerprint),
         "happened": covered(samples),
         "summary": summary(verdicts),
-        "not_the_same": [as_data(verdict) for verdict in verdicts if verdict.state != "same"][:20],
+        "not_the_same": [verdict.as_data() for verdict in verdicts if verdict.state != "same"][:20],
         "recorded_s": round(recorded_at - began, 1),
         "replayed_s": round(ended - recorded_at, 1),
     }

@@ -190,12 +190,11 @@ class Side:
 
     def rebuilt(self) -> dict[str, Any]:
         """The kept samples' tokens beside an own forward pass of the versions they name."""
-        from rolloutmq.ops.replay import Recorded, Weights  # noqa: PLC0415
+        from rolloutmq.ops.replay import Recorded, Settings  # noqa: PLC0415
         from rolloutmq.ops.replay.checks.score import score  # noqa: PLC0415
-        from rolloutmq.ops.replay.settings import Settings  # noqa: PLC0415
 
         samples = [Recorded(result, job, 0.0) for job, results in self.kept for result in results]
-        verdicts = score(samples, Weights(str(self.model), Settings(snapshots=self.snapshots)))
+        verdicts = score(samples, Settings(model=str(self.model), snapshots=self.snapshots))
         return {
             "samples": len(samples),
             "tokens": sum(len(one.result.token_ids) for one in samples),

@@ -33,7 +33,6 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "snapshots": ("weights", "snapshots", "List weights versions on disk; pin and remove them."),
         "job": ("journal", "job", "Show a job's whole life, from a journal or the pool."),
         "journal": ("journal", "app", "Print a journal, or export it."),
-        "books": ("trial", "books", "Show what became of a trainer's samples, from a checkpoint."),
         "config": ("config", "app", "Explain a configuration file, also SkyRL's or VERL's."),
     },
     "Operate": {
@@ -42,7 +41,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "dead": ("dead", "dead", "List, show, requeue or drop jobs that were given up."),
         "replies": ("pool", "replies", "List or drop results that wait for their clients."),
         "ops": ("operations", "app", "Run long operator work in the background."),
-        "replay": ("replay", "replay", "Generate recorded samples again, and compare tokens."),
+        "replay": ("replay", "replay", "Generate or score recorded samples again, and compare."),
     },
     "Try": {
         "demo": ("trial", "demo", "Run asynchronous RL here, while workers die and join."),

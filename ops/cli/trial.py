@@ -1,4 +1,4 @@
-"""Commands that need no pool: a Redis, the tiny model, the demo, a trainer's books."""
+"""Commands that need no pool: a Redis, the tiny model, the demo."""
 
 from __future__ import annotations
 
@@ -59,23 +59,3 @@ def demo(
     from ..demo import run_demo
 
     raise typer.Exit(run_demo(out, steps=training_steps, seed=seed, gpus=gpus, as_json=json))
-
-
-def books(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            help="A feed's state_dict as JSON, a checkpoint of torch.save with one, or the folder of TRL's."
-        ),
-    ],
-    json: Json = False,
-) -> None:
-    """Show what became of a trainer's samples, from a checkpoint.
-
-    Each was trained, dropped for a reason, or is in flight. Lengths and rewards of what was dropped stand beside those
-    of what was trained.
-    """
-    from ..books import books_lines, read_books
-
-    found = read_books("FILE", file)
-    say(found.report(), books_lines(found), json)

@@ -1,40 +1,30 @@
 """Replay: recorded samples are taken from a journal, generated or scored again, and compared token by token."""
 
-from .depths import DEPTHS, Depth
 from .page import as_html
 from .queued import generate_copies, waiting
 from .recorded import Recorded, Span, Where, recorded
-from .report import Report
+from .report import report_of, summary
 from .settings import Settings
-from .tokens import engine_for, engine_settings, regenerate, replay_tokens
-from .told import as_data, as_line, summary, worst_of
-from .verdict import Limits, State, Verdict, compared, unverified
-from .weights import Weights
+from .tokens import regenerate, replay_tokens, replaying
+from .verdict import BADNESS, Verdict, compared, tokens_of, unverified
 
 __all__ = [
-    "DEPTHS",
-    "Depth",
-    "Limits",
+    "BADNESS",
     "Recorded",
-    "Report",
     "Settings",
     "Span",
-    "State",
     "Verdict",
-    "Weights",
     "Where",
-    "as_data",
     "as_html",
-    "as_line",
     "compared",
-    "engine_for",
-    "engine_settings",
     "generate_copies",
     "recorded",
     "regenerate",
     "replay_tokens",
+    "replaying",
+    "report_of",
     "summary",
+    "tokens_of",
     "unverified",
     "waiting",
-    "worst_of",
 ]

@@ -24,7 +24,7 @@ ENGINES = 4
 
 
 def as_html(report: Mapping[str, Any]) -> str:
-    """The HTML of `Report.as_data`. Raises ConfigError if jinja2 is not installed."""
+    """The HTML of a report, as `report_of` makes it. Raises ConfigError if jinja2 is not installed."""
     try:
         from jinja2 import Environment, StrictUndefined  # noqa: PLC0415  # only the page needs it
     except ModuleNotFoundError:

@@ -20,11 +20,10 @@ from ...messages.ids import derived_id, new_id
 from ...messages.model import GenerateJob, RolloutResult
 from ...producer import RolloutClient
 from .recorded import Recorded
-from .verdict import Limits, Verdict, compared, unverified
+from .verdict import LOGPROB_LIMIT, Verdict, compared, unverified
 
 log = logging.getLogger(__name__)
 WINDOW = 64
-REPLAYED_FROM = "replayed_from"
 _NOT_AGAIN = frozenset(
     [
         *("id", "reply_to", "group_id", "metadata", "priority", "deadline_s", "min_version", "max_staleness"),
@@ -48,7 +47,7 @@ def resubmitted(job: GenerateJob, replay_id: str) -> GenerateJob:
     fields: dict[str, Any] = {name: getattr(job, name) for name in job.model_fields_set - _NOT_AGAIN}
     digest = hashlib.sha256(f"{replay_id} {job.id}".encode()).digest()
     fields["id"] = derived_id(int(replay_id[:12], 16), digest)
-    return GenerateJob.build(**fields, priority="low", metadata={REPLAYED_FROM: job.id})
+    return GenerateJob.build(**fields, priority="low", metadata={"replayed_from": job.id})
 
 
 async def replayed(
@@ -56,7 +55,7 @@ async def replayed(
     samples: Iterable[Recorded],
     replay_id: str,
     *,
-    limits: Limits = Limits(),  # noqa: B008
+    limit: float = LOGPROB_LIMIT,
     window: int = WINDOW,
     timeout: float | None = None,
 ) -> AsyncGenerator[Verdict]:
@@ -89,13 +88,13 @@ async def replayed(
             while expected:
                 yield unverified(expected.popitem()[1], f"its replay failed: {outcome}")
         elif (found := expected.pop(outcome.sample, None)) is not None:
-            yield judged(found, outcome, limits)
+            yield judged(found, outcome, limit)
     for left in waiting.values():
         for one in left.values():
             yield unverified(one, "somebody else took its replay from the pool")
 
 
-def replay_on_pool(samples: Iterable[Recorded], redis_url: str, pool: str, limits: Limits) -> list[Verdict]:
+def replay_on_pool(samples: Iterable[Recorded], redis_url: str, pool: str, limit: float) -> list[Verdict]:
     """A verdict on each sample, in their order, from a replay of its own. Blocks until all are there."""
 
     async def run() -> dict[str, Verdict]:
@@ -103,7 +102,7 @@ def replay_on_pool(samples: Iterable[Recorded], redis_url: str, pool: str, limit
         async with RolloutClient(redis_url, pool, client_id=client_of(replay_id)) as client:
             if not await client.workers():
                 log.warning("no worker serves pool %r yet; waiting for one", pool)
-            verdicts = replayed(client, given, replay_id, limits=limits)
+            verdicts = replayed(client, given, replay_id, limit=limit)
             return {verdict.recorded.name: verdict async for verdict in verdicts}
 
     given = list(samples)
@@ -111,7 +110,7 @@ def replay_on_pool(samples: Iterable[Recorded], redis_url: str, pool: str, limit
     return [found[one.name] for one in given]
 
 
-def judged(one: Recorded, again: RolloutResult, limits: Limits) -> Verdict:
+def judged(one: Recorded, again: RolloutResult, limit: float = LOGPROB_LIMIT) -> Verdict:
     """The verdict on a sample that a pool has generated again."""
     before, tokens = one.result, len(one.result.token_ids)
     token_ids, logprobs = np.full(tokens, -1, np.int32), np.full(tokens, np.nan, np.float32)
@@ -126,13 +125,13 @@ def judged(one: Recorded, again: RolloutResult, limits: Limits) -> Verdict:
         one,
         token_ids,
         logprobs,
-        limits,
+        limit,
         finish="" if stopped else again.finish_reason,
         reasons=["the recorded sample was stopped early: only the tokens it has are compared"] if stopped else [],
         differences=[f"the replay has {len(again.token_ids)} tokens"] if longer and not stopped else [],
         unproved=_doubts(one, again),
+        engine=again.fingerprint,
     )
-    verdict = replace(verdict, engine=again.fingerprint)
     if verdict.state == "differs" and not all("deterministic" in seen.fingerprint for seen in (before, again)):
         batches = "an engine was not deterministic: what a token gets depended on its batch"
         return replace(verdict, reasons=(*verdict.reasons, batches))

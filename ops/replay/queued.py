@@ -10,19 +10,16 @@ from typing import NamedTuple
 from redis.exceptions import ResponseError
 
 from ...messages.broker import Broker, Claim
-from ...messages.errors import ConfigError, EngineDead, EngineError
+from ...messages.errors import EngineDead, EngineError
 from ...messages.ids import is_id
 from ...messages.model import RolloutResult
 from ...messages.redis import is_wrong_type, text, whole
 from ...sync.disk import SnapshotStore
 from ...worker.engine import Engine
 from ...worker.jobs import HeldJob, SampleRun, admit_all, as_result
-from ...worker.sglang import SGLangConfig
 from ...worker.text import ModelTokenizer, Tokenizer
-from ..flags import as_config
 from .settings import Settings
-from .tokens import AT_ONCE, load_weights
-from .weights import Weights
+from .tokens import AT_ONCE, engine_of, load_weights
 
 
 class Answer(NamedTuple):
@@ -62,29 +59,15 @@ def generate_copies(claims: Sequence[Claim], settings: Settings, version: int | 
     version: of the weights; None for the newest in the folder of snapshots, or the base model without such a folder.
     Raises ConfigError without a model, InvalidField, WeightSyncError, and EngineError if the engine does not start.
     """
-    if settings.model is None:
-        raise ConfigError("--model: say of which model the jobs are to be generated")
-    given = {"model": settings.model, "deterministic": True} | dict(settings.engine)
-    return asyncio.run(_with_engine(claims, as_config(SGLangConfig, **given), settings, version))
-
-
-async def _with_engine(
-    claims: Sequence[Claim], config: SGLangConfig, settings: Settings, version: int | None
-) -> list[Answer]:
-    from ...worker.sglang.engine import SGLangEngine  # noqa: PLC0415 – torch
-
-    weights, engine = Weights(config.model, settings), SGLangEngine(config)
+    settings = settings.for_model_of(())
     if version is None:
         saved = [] if settings.snapshots is None else SnapshotStore(settings.snapshots).versions()
         version = saved[-1] if saved else 0
-    path = weights.path_of(version)
-    await engine.start()
-    try:
-        if str(path) != config.model:
-            await load_weights(engine, path, version)
-        return await answers(claims, engine, ModelTokenizer(config.model), version)
-    finally:
-        await engine.close()
+    path, model = settings.path_of(version), str(settings.model)
+    with engine_of(settings) as (engine, runner):
+        if str(path) != model:
+            runner.run(load_weights(engine, path, version))
+        return runner.run(answers(claims, engine, ModelTokenizer(model), version))
 
 
 async def answers(claims: Sequence[Claim], engine: Engine, tokenizer: Tokenizer, version: int) -> list[Answer]:

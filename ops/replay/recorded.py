@@ -72,7 +72,7 @@ class Recorded:
     def facts(self) -> dict[str, Any]:
         """What an expression may name: plain values. Notes come last and win; metadata is below them."""
         result, logprobs = self.result, self.result.logprobs
-        has_logprobs = logprobs is not None and logprobs.size > 0
+        known = logprobs if logprobs is not None and logprobs.size else None
         facts: dict[str, Any] = dict(result.metadata)
         facts |= {
             "job": result.job_id, "sample": result.sample, "group": result.group_id, "client": self.client_id,
@@ -81,17 +81,10 @@ class Recorded:
             "version": result.segments[-1].version if result.segments else None,
             "oldest": result.oldest_version, "lora": result.adapter, "queued": result.timings.queued,
             "generating": result.timings.generating,
-            "logprob": float(logprobs.mean()) if logprobs is not None and has_logprobs else None,
-            "lowest_logprob": float(logprobs.min()) if logprobs is not None and has_logprobs else None,
+            "logprob": None if known is None else float(known.mean()),
+            "lowest_logprob": None if known is None else float(known.min()),
         }  # fmt: skip
         return facts | dict(self.notes)
-
-
-FACTS = (
-    "job", "sample", "group", "client", "worker", "attempt", "finish", "at", "tokens", "versions", "version", "oldest",
-    "lora", "queued", "generating", "logprob", "lowest_logprob",
-)  # fmt: skip
-"""Names that every sample has. Beside them there are the names of its notes (reward, staleness) and metadata."""
 
 
 class Where:
@@ -146,60 +139,64 @@ def _power(value: Any, exponent: Any) -> Any:
 def recorded(
     folder: Path | str,
     *,
-    jobs: str | Collection[str] | None = None,
-    client: str | None = None,
-    group: str | None = None,
+    jobs: Collection[str] | None = None,
     version: int | None = None,
     since: float = -math.inf,
     until: float = math.inf,
     where: Where | None = None,
+    on_problem: Callable[[str], None] = log.warning,
     on_unread: Callable[[str], None] = log.warning,
-    **reading: Any,
 ) -> Iterator[Recorded]:
     """The samples of a journal that fit all that is given, in the order in which their results arrived.
 
+    jobs: ids of jobs, and of single samples as JOB.SAMPLE. version: samples of which it sampled any token.
     since, until: of the results. Jobs before and notes after them are found. A result that came twice counts once.
-    on_unread: gets a line for each chosen result that cannot be read.
+    on_problem: as `messages.journal.read` takes it; it gets each line once. on_unread: gets a line for each chosen
+    result that cannot be read.
     Memory: some results with their jobs and notes at a time, and the names of the chosen samples, however large the
-    journal is. reading: as `messages.journal.read` takes it.
+    journal is.
     Raises ConfigError, InvalidField.
     """
-    told: set[str] = set()
-    complain = reading.pop("on_problem", log.warning)
-
-    def on_problem(line: str) -> None:
-        if line not in told:  # the same files are read several times
-            told.add(line)
-            complain(line)
-
-    wanted: dict[str, Any] = {"job": jobs, "client": client, "group": group, "version": version, **reading}
-    results = read(folder, **wanted, events="result", since=since, until=until, on_problem=on_problem)
-    seen: set[tuple[str, int]] = set()
+    on_problem = _once(on_problem)  # the same files are read several times
+    names = None if jobs is None else set(jobs)
+    ids = None if names is None else {name.partition(".")[0] for name in names}
+    results = read(folder, job=ids, version=version, events="result", since=since, until=until, on_problem=on_problem)
+    seen: set[Place] = set()
     for some in _batches(results):
-        asked, notes = _about({entry.job_id for entry in some}, folder, on_problem=on_problem, **reading)
+        asked, notes = _about({entry.job_id for entry in some}, folder, on_problem)
         for entry in some:
-            place = (entry.job_id, entry.sample)
-            if place in seen:
+            place, name = (entry.job_id, entry.sample), f"{entry.job_id}.{entry.sample}"
+            if place in seen or (names is not None and not names & {entry.job_id, name}):
                 continue
             result, problem = _message(entry)
             if problem:
                 seen.add(place)
-                on_unread(f"the result {entry.job_id}.{entry.sample} cannot be read: {problem}")
+                on_unread(f"the result {name} cannot be read: {problem}")
             if not isinstance(result, RolloutResult):
                 continue
             job, problem = _message(asked[entry.job_id]) if entry.job_id in asked else (None, "")
-            noted = notes.get((entry.job_id, -1), {}) | notes.get(place, {})
             found = Recorded(
                 result,
                 job if isinstance(job, GenerateJob) else None,
                 entry.at,
                 entry.client_id,
-                noted,
+                notes.get((entry.job_id, -1), {}) | notes.get(place, {}),
                 f"its job cannot be read: {problem}" if problem else "",
             )
             if where is None or where.matches(found.facts()):
                 seen.add(place)
                 yield found
+
+
+def _once(told: Callable[[str], None]) -> Callable[[str], None]:
+    seen: set[str] = set()
+
+    def tell(line: str) -> None:
+        if line not in seen:
+            seen.add(line)
+            told(line)
+
+    return tell
 
 
 def _batches(entries: Iterator[Entry]) -> Iterator[list[Entry]]:
@@ -215,11 +212,13 @@ def _batches(entries: Iterator[Entry]) -> Iterator[list[Entry]]:
         yield taken
 
 
-def _about(job_ids: set[str], folder: Path | str, **reading: Any) -> tuple[dict[str, Entry], dict[Place, Notes]]:
+def _about(
+    job_ids: set[str], folder: Path | str, on_problem: Callable[[str], None]
+) -> tuple[dict[str, Entry], dict[Place, Notes]]:
     """The entries of these jobs, and what was noted about their samples. An index says where both are."""
     asked: dict[str, Entry] = {}
     notes: dict[Place, Notes] = {}
-    for entry in read(folder, job=job_ids, events=("job", "note"), **reading):
+    for entry in read(folder, job=job_ids, events=("job", "note"), on_problem=on_problem):
         if entry.event == "job":
             asked.setdefault(entry.job_id, entry)
         else:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from .recorded import Recorded
-from .verdict import Limits, State, Verdict
+from .verdict import BADNESS, LOGPROB_LIMIT, State, Tokens, Verdict, tokens_of
 
 SHOWN = 50
 """So many samples, the worst ones, are in a report token by token."""
@@ -37,214 +36,148 @@ EDGES = 10.0 ** np.arange(-8, 1.5, 0.5)
 INFINITE = 1e38
 """Stands for an infinite difference: a token that the replay could not have sampled."""
 _STATES: tuple[State, ...] = get_args(State)
-_BADNESS = {"same": 0, "unverified": 1, "differs": 2}
 
 
-_Fingerprint = tuple[tuple[str, str], ...]
+def report_of(
+    verdicts: Sequence[Verdict],
+    about: Mapping[str, str],
+    *,
+    limit: float = LOGPROB_LIMIT,
+    journal: str = "",
+    unread: Sequence[str] = (),
+    text_of: Callable[[int], str] | None = None,
+) -> dict[str, Any]:
+    """What verdicts say together, for JSON and for the page; texts and lists in it are bounded.
 
-
-class Report:
-    """What verdicts say together. They are added one by one; memory is that of the worst samples.
-
-    about: what was compared with what, for people: names and texts, such as the command and the weights. limits: those
-    of the verdicts. journal: where the samples come from, for the commands that the report shows.
+    about: what was compared with what, for people: names and texts, such as the command and the weights. limit: of
+    log-probabilities. journal: where the samples come from, for the commands that the report shows. unread: why samples
+    that the journal has could not be read; they count as unverified. text_of: a token's text, if a tokenizer is known.
     """
+    tokens = tokens_of(verdicts)
+    worst = sorted(verdicts, key=_badness, reverse=True)[:LISTED]
+    listed = [_row(verdict, journal) for verdict in worst]
+    for row, verdict in zip(listed, worst[:SHOWN], strict=False):
+        row["detail"] = _detail(verdict)
+    reasons = Counter(chain(unread, *(verdict.reasons for verdict in verdicts)))
+    told = summary(verdicts, len(unread))
+    return {
+        "about": {_cut(name): _cut(text, SHOWN_COMMAND) for name, text in about.items()},
+        "journal": _cut(journal, SHOWN_COMMAND),
+        "samples": told["samples"],
+        "states": {state: told[state] for state in _STATES},
+        "limits": {"logprob": limit},
+        "engines": {
+            "recorded": _engines(verdict.recorded.result.fingerprint for verdict in verdicts),
+            "replayed": _engines(verdict.engine for verdict in verdicts),
+        },
+        "unread": len(unread),
+        "reasons": [{"reason": _cut(text), "samples": count} for text, count in reasons.most_common(SHOWN_ITEMS)],
+        "total": _tally(tokens, verdicts, np.ones(len(tokens.of), np.bool_)),
+        "versions": _by_version(tokens, verdicts),
+        "workers": _by_worker(tokens, verdicts),
+        "histogram": _histogram(np.abs(tokens.gap)),
+        "positions": _by_position(tokens),
+        "listed": listed,
+        "left_out": {
+            "of_the_list": len(verdicts) - len(listed),
+            "token_by_token": len(verdicts) - min(SHOWN, len(listed)),
+        },
+        "texts": {} if text_of is None else {token: _cut(text_of(token)) for token in _tokens_of(listed)},
+    }
 
-    def __init__(
-        self,
-        about: Mapping[str, str],
-        *,
-        limits: Limits | None = None,
-        journal: str = "",
-    ) -> None:
-        self.about = {_cut(name): _cut(text, SHOWN_COMMAND) for name, text in about.items()}
-        self.limits, self.journal = limits or Limits(), journal
-        self.states: Counter[State] = Counter()
-        self.unread = 0
-        self._versions: dict[int, _Tally] = {}
-        self._workers: dict[str, _Tally] = {}
-        self._all = _Tally()
-        self._recorded: Counter[_Fingerprint] = Counter()
-        self._replayed: Counter[_Fingerprint] = Counter()
-        self._reasons: Counter[str] = Counter()
-        self._histogram = np.zeros(len(EDGES) + 1, np.int64)
-        self._exact = self._unknown = 0
-        self._positions = np.zeros((3, 0))  # tokens, sum, largest
-        self._shown, self._listed = _Worst(SHOWN), _Worst(LISTED)
 
-    @property
-    def samples(self) -> int:
-        """How many were added, unread ones among them."""
-        return self.states.total()
+def summary(verdicts: Sequence[Verdict], unread: int = 0) -> dict[str, Any]:
+    """Counts over all samples. unread: results that could not be read; they count as unverified."""
+    states = Counter(verdict.state for verdict in verdicts)
+    gaps = [verdict.largest_gap for verdict in verdicts if not math.isnan(verdict.largest_gap)]
+    return {
+        "samples": len(verdicts) + unread,
+        "same": states["same"],
+        "differs": states["differs"],
+        "unverified": states["unverified"] + unread,
+        "tokens": sum(len(verdict.recorded.result.token_ids) for verdict in verdicts),
+        "largest_gap": max(gaps, default=None),
+    }
 
-    @property
-    def unproved(self) -> float:
-        """The share of samples that differ or are unverified, from 0 to 1. Without samples nothing is proved: 1."""
-        return 1 - self.states["same"] / self.samples if self.samples else 1.0
 
-    def add(self, verdict: Verdict) -> None:
-        """Count a verdict."""
-        recorded, gaps = verdict.recorded, verdict.gaps
-        sizes, known = np.abs(gaps), ~np.isnan(gaps)
-        other = _other(verdict)
-        self.states[verdict.state] += 1
-        for span in recorded.spans():
-            tally = self._versions.setdefault(span.version, _Tally())
-            inside = slice(span.start, span.end)
-            first = verdict.first is not None and span.start <= verdict.first < span.end
-            tally.add(verdict.state, gaps[inside], other[inside], first)
-        by_worker = self._workers.setdefault(recorded.result.worker_id, _Tally())
-        for tally in (by_worker, self._all):
-            tally.add(verdict.state, gaps, other, verdict.first is not None)
-        self._recorded[tuple(sorted(recorded.result.fingerprint.items()))] += 1
-        self._replayed[tuple(sorted(verdict.engine.items()))] += 1
-        self._reasons.update(verdict.reasons)
-        self._unknown += int((~known).sum())
-        self._exact += int((sizes[known] == 0).sum())
-        above = sizes[known & (sizes > 0)]
-        self._histogram += np.bincount(np.searchsorted(EDGES, above, "right"), minlength=len(EDGES) + 1)
-        self._place(sizes, known)
-        largest = verdict.largest_gap
-        bad = (_BADNESS[verdict.state], int(other.sum()), 0.0 if math.isnan(largest) else largest)
-        self._shown.add(bad, lambda: verdict)
-        self._listed.add(bad, lambda: self._row(verdict, other))
+def _badness(verdict: Verdict) -> tuple[float, ...]:
+    largest = verdict.largest_gap
+    return BADNESS[verdict.state], int(verdict.other.sum()), 0.0 if math.isnan(largest) else largest
 
-    def add_unread(self, why: str) -> None:
-        """Count a sample that the journal has, and that cannot be read, as unverified."""
-        self.unread += 1
-        self.states["unverified"] += 1
-        self._reasons[why] += 1
 
-    def as_data(self, text_of: Callable[[int], str] | None = None) -> dict[str, Any]:
-        """Everything, for JSON and for the page. text_of: a token's text, if a tokenizer is known."""
-        listed, shown = self._listed.sorted(), self._shown.sorted()
-        verdicts = self.samples - self.unread
-        for row, verdict in zip(listed, shown, strict=False):
-            row["detail"] = _detail(verdict)
-        return {
-            "about": self.about,
-            "journal": _cut(self.journal, SHOWN_COMMAND),
-            "samples": self.samples,
-            "states": {state: self.states[state] for state in _STATES},
-            "unproved": self.unproved,
-            "limits": {"logprob": self.limits.logprob},
-            "engines": {"recorded": _engines(self._recorded), "replayed": _engines(self._replayed)},
-            "unread": self.unread,
-            "reasons": [
-                {"reason": _cut(text), "samples": count} for text, count in self._reasons.most_common(SHOWN_ITEMS)
-            ],
-            "total": self._all.as_data(),
-            "versions": [{"version": it} | tally.as_data() for it, tally in sorted(self._versions.items())],
-            "workers": [{"worker": _cut(it)} | tally.as_data() for it, tally in sorted(self._workers.items())],
-            "histogram": {
-                "edges": [_figure(edge) for edge in EDGES],
-                "tokens": self._histogram.tolist(),
-                "exactly_equal": self._exact,
-                "unknown": self._unknown,
-            },
-            "positions": self._by_position(),
-            "listed": listed,
-            "left_out": {"of_the_list": verdicts - len(listed), "token_by_token": verdicts - len(shown)},
-            "texts": {} if text_of is None else {token: _cut(text_of(token)) for token in _tokens_of(listed)},
+def _row(verdict: Verdict, journal: str) -> dict[str, Any]:
+    recorded, result = verdict.recorded, verdict.recorded.result
+    look = ["rolloutmq", "job", result.job_id, *(["--journal", journal] if journal else [])]
+    return {
+        "name": _cut(recorded.name), "job": _cut(result.job_id), "sample": result.sample, "state": verdict.state,
+        "first": verdict.first, "version": verdict.version, "worker": _cut(result.worker_id),
+        "attempt": result.attempt, "group": _cut(result.group_id), "client": _cut(recorded.client_id),
+        "at": recorded.at, "tokens": len(result.token_ids), "other_tokens": int(verdict.other.sum()),
+        "versions": list(result.versions), "largest_gap": _figure(verdict.largest_gap), "finish": result.finish_reason,
+        "replayed_finish": _cut(verdict.finish), "reasons": [_cut(text) for text in verdict.reasons[:SHOWN_ITEMS]],
+        "notes": _texts(_alone(recorded)), "metadata": _texts(result.metadata),
+        "look": _cut(shlex.join(look), SHOWN_COMMAND),
+    }  # fmt: skip
+
+
+def _tally(tokens: Tokens, verdicts: Sequence[Verdict], inside: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """Of the samples of these verdicts, and of those of all tokens that are theirs."""
+    states = Counter(verdict.state for verdict in verdicts)
+    known = tokens.gap[inside & ~np.isnan(tokens.gap)]
+    sizes = np.abs(known)
+    return {
+        "samples": len(verdicts), **{state: states[state] for state in _STATES},
+        "first_differences": sum(verdict.first is not None for verdict in verdicts), "tokens": int(inside.sum()),
+        "other_tokens": int(tokens.other[inside].sum()), "compared_logprobs": len(known),
+        "mean_gap": _figure(known.mean()) if known.size else None,
+        "mean_size": _figure(sizes.mean()) if known.size else None,
+        "largest_gap": _figure(sizes.max()) if known.size else None,
+    }  # fmt: skip
+
+
+def _by_version(tokens: Tokens, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    rows = []
+    for version in np.unique(tokens.version).tolist():
+        inside = tokens.version == version
+        tally = _tally(tokens, [verdicts[at] for at in np.unique(tokens.of[inside])], inside)
+        firsts = sum(verdict.version == version for verdict in verdicts)
+        rows.append({"version": version} | tally | {"first_differences": firsts})
+    return rows
+
+
+def _by_worker(tokens: Tokens, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    workers: dict[str, list[int]] = {}
+    for at, verdict in enumerate(verdicts):
+        workers.setdefault(verdict.recorded.result.worker_id, []).append(at)
+    return [
+        {"worker": _cut(worker)} | _tally(tokens, [verdicts[at] for at in places], np.isin(tokens.of, places))
+        for worker, places in sorted(workers.items())
+    ]
+
+
+def _histogram(sizes: npt.NDArray[np.float64]) -> dict[str, Any]:
+    counts = np.bincount(np.searchsorted(EDGES, sizes[sizes > 0], "right"), minlength=len(EDGES) + 1)
+    return {
+        "edges": [_figure(edge) for edge in EDGES],
+        "tokens": counts.tolist(),
+        "exactly_equal": int((sizes == 0).sum()),
+        "unknown": int(np.isnan(sizes).sum()),
+    }
+
+
+def _by_position(tokens: Tokens) -> list[dict[str, Any]]:
+    longest = int(tokens.place.max(initial=-1)) + 1
+    width = max(1, math.ceil(longest / BINS))
+    known = ~np.isnan(tokens.gap)
+    bins, sizes = tokens.place[known] // width, np.abs(tokens.gap[known])
+    inside = ((int(at), sizes[bins == at]) for at in np.unique(bins))
+    return [
+        {
+            "start": at * width, "end": min((at + 1) * width, longest), "tokens": len(here),
+            "mean": _figure(here.mean()), "largest": _figure(here.max()),
         }
-
-    def _row(self, verdict: Verdict, other: npt.NDArray[np.bool_]) -> dict[str, Any]:
-        recorded, result = verdict.recorded, verdict.recorded.result
-        look = ["rolloutmq", "job", result.job_id, *(["--journal", self.journal] if self.journal else [])]
-        return {
-            "name": _cut(recorded.name), "job": _cut(result.job_id), "sample": result.sample, "state": verdict.state,
-            "first": verdict.first, "version": verdict.version, "worker": _cut(result.worker_id),
-            "attempt": result.attempt, "group": _cut(result.group_id), "client": _cut(recorded.client_id),
-            "at": recorded.at, "tokens": len(result.token_ids), "other_tokens": int(other.sum()),
-            "versions": sorted({span.version for span in recorded.spans()}),
-            "largest_gap": _figure(verdict.largest_gap), "finish": result.finish_reason,
-            "replayed_finish": _cut(verdict.finish), "reasons": [_cut(text) for text in verdict.reasons[:SHOWN_ITEMS]],
-            "notes": _texts(_alone(recorded)), "extra": _texts(verdict.extra), "metadata": _texts(result.metadata),
-            "look": _cut(shlex.join(look), SHOWN_COMMAND),
-        }  # fmt: skip
-
-    def _place(self, sizes: npt.NDArray[np.float32], known: npt.NDArray[np.bool_]) -> None:
-        missing = len(sizes) - self._positions.shape[1]
-        if missing > 0:
-            self._positions = np.pad(self._positions, ((0, 0), (0, missing)))
-        tokens, total, largest = self._positions[:, : len(sizes)]
-        here = np.where(known, sizes, 0.0)
-        tokens += known
-        total += here
-        np.maximum(largest, here, out=largest)
-
-    def _by_position(self) -> list[dict[str, Any]]:
-        tokens, total, largest = self._positions
-        width = max(1, math.ceil(len(tokens) / BINS))
-        bins = (slice(start, min(start + width, len(tokens))) for start in range(0, len(tokens), width))
-        return [
-            {
-                "start": at.start, "end": at.stop, "tokens": int(tokens[at].sum()),
-                "mean": _figure(total[at].sum() / tokens[at].sum()), "largest": _figure(largest[at].max()),
-            }
-            for at in bins
-            if tokens[at].any()
-        ]  # fmt: skip
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Of the samples, or the parts of samples, of one version or worker."""
-
-    states: Counter[State] = field(default_factory=Counter)
-    tokens: int = 0
-    known: int = 0
-    other: int = 0
-    firsts: int = 0
-    total: float = 0.0
-    total_size: float = 0.0
-    largest: float = 0.0
-
-    def add(self, state: State, gaps: npt.NDArray[np.float32], other: npt.NDArray[np.bool_], first: bool) -> None:
-        known = gaps[~np.isnan(gaps)].astype(np.float64)
-        self.states[state] += 1
-        self.tokens += len(gaps)
-        self.known += len(known)
-        self.other += int(other.sum())
-        self.firsts += first
-        self.total += float(known.sum())
-        self.total_size += float(np.abs(known).sum())
-        self.largest = max(self.largest, float(np.abs(known).max(initial=0.0)))
-
-    def as_data(self) -> dict[str, Any]:
-        mean = (self.total / self.known, self.total_size / self.known) if self.known else (math.nan, math.nan)
-        return {
-            "samples": self.states.total(), **{state: self.states[state] for state in _STATES},
-            "first_differences": self.firsts, "tokens": self.tokens, "other_tokens": self.other,
-            "compared_logprobs": self.known, "mean_gap": _figure(mean[0]), "mean_size": _figure(mean[1]),
-            "largest_gap": _figure(self.largest) if self.known else None,
-        }  # fmt: skip
-
-
-class _Worst:
-    """The `most` worst things of many."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._added = most, 0
-        self._heap: list[tuple[tuple[float, ...], int, Any]] = []
-
-    def add(self, badness: tuple[float, ...], make: Callable[[], Any]) -> None:
-        """make: is called if the thing is kept for now."""
-        self._added += 1
-        place = (badness, -self._added)  # of equally bad ones the first stay
-        if len(self._heap) < self._most:
-            heapq.heappush(self._heap, (*place, make()))
-        elif place > self._heap[0][:2]:
-            heapq.heapreplace(self._heap, (*place, make()))
-
-    def sorted(self) -> list[Any]:
-        """The worst one first."""
-        return [thing for *_, thing in sorted(self._heap, key=lambda one: one[:2], reverse=True)]
-
-
-def _other(verdict: Verdict) -> npt.NDArray[np.bool_]:
-    """(t,) whether another token was generated."""
-    return np.asarray((verdict.token_ids >= 0) & (verdict.token_ids != verdict.recorded.result.token_ids))
+        for at, here in inside
+    ]  # fmt: skip
 
 
 def _detail(verdict: Verdict) -> dict[str, Any]:
@@ -254,7 +187,7 @@ def _detail(verdict: Verdict) -> dict[str, Any]:
     start = min(max(0, (verdict.first or 0) - SHOWN_TOKENS // 2), max(0, tokens - SHOWN_TOKENS))
     here = slice(start, start + SHOWN_TOKENS)
     prompt = recorded.prompt_ids
-    other = np.flatnonzero(_other(verdict)[here])
+    other = np.flatnonzero(verdict.other[here])
     return {
         "start": start,
         "first": verdict.first,
@@ -320,12 +253,12 @@ def _tokens_of(listed: Iterable[dict[str, Any]]) -> Iterable[int]:
     return sorted(found)
 
 
-def _engines(found: Counter[_Fingerprint]) -> list[dict[str, Any]]:
+def _engines(fingerprints: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
     """Fingerprints and how many samples have each; those of no known engine are left out."""
+    found = Counter(tuple(sorted(one.items())) for one in fingerprints if one)
     return [
         {"samples": count, "fingerprint": _texts(dict(fingerprint))}
         for fingerprint, count in found.most_common(SHOWN_ITEMS)
-        if fingerprint
     ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,8 @@ from ...worker.weights import folder_order
 from ..flags import as_config
 from .parts import Part, obstacle, parts_of
 from .recorded import Recorded
-from .settings import Settings
-from .verdict import Limits, Verdict, compared, unverified
-from .weights import Weights, weights_size
+from .settings import Settings, of_all
+from .verdict import Verdict, compared, unverified
 
 AT_ONCE = 256
 """Requests that are given to the engine at the same time. It runs as many of them as it has room for."""
@@ -40,72 +39,62 @@ def replay_tokens(samples: Iterable[Recorded], settings: Settings) -> list[Verdi
     chosen = list(samples)
     if not chosen:
         return []
-    with engine_for(chosen, settings) as again:
+    with replaying(chosen, settings) as again:
         return again(chosen)
 
 
 @contextmanager
-def engine_for(
+def replaying(
     samples: Sequence[Recorded], settings: Settings
 ) -> Iterator[Callable[[Sequence[Recorded]], list[Verdict]]]:
     """A function that generates samples again, any number of times, with one engine. Raises as `replay_tokens`.
 
     samples: all that there may be: they say which model and dtype the engine has.
     """
+    settings = settings.for_model_of(samples)
+    dtype = settings.engine.get("dtype") or of_all("dtype", samples)
+    has: list[Path] = [Path(str(settings.model))]  # until the first replay
+    with engine_of(settings, **({} if dtype is None else {"dtype": dtype})) as (engine, runner):
+        yield lambda chosen: runner.run(regenerate(chosen, engine, settings, has=has.pop() if has else None))
+
+
+@contextmanager
+def engine_of(settings: Settings, **more: Any) -> Iterator[tuple[Engine, asyncio.Runner]]:
+    """A started engine of this process, deterministic unless the settings say otherwise, and the loop that it runs in.
+
+    more: settings of it, where `settings` says nothing. Raises ConfigError, InvalidField, EngineError."""
     from ...worker.sglang.engine import SGLangEngine  # noqa: PLC0415 – torch
 
-    config = as_config(SGLangConfig, **engine_settings(samples, settings))
-    weights, engine = Weights(config.model, settings), SGLangEngine(config)
-    has: list[Path] = [Path(config.model)]  # until the first replay
-
-    def again(chosen: Sequence[Recorded]) -> list[Verdict]:
-        return runner.run(regenerate(chosen, engine, weights, settings.limits, has=has.pop() if has else None))
-
+    given = {"model": settings.model, "deterministic": True} | more | dict(settings.engine)
+    engine = SGLangEngine(as_config(SGLangConfig, **given))
     with asyncio.Runner() as runner:
         runner.run(engine.start())
         try:
-            yield again
+            yield engine, runner
         finally:
             runner.run(engine.close())
-
-
-def engine_settings(samples: Sequence[Recorded], settings: Settings) -> dict[str, object]:
-    """Those that were given, and model and dtype of the recorded engine where they were not."""
-    found: dict[str, object] = {"deterministic": True}
-    for name in ("model", "dtype"):
-        if (told := {one.result.fingerprint.get(name, "") for one in samples} - {""}) and name not in settings.engine:
-            if len(told) > 1 and (name != "model" or settings.model is None):
-                raise ConfigError(f"the samples are of several kinds of {name} ({', '.join(sorted(told))}): give one")
-            found[name] = min(told)
-    if settings.model is not None:
-        found["model"] = settings.model
-    if "model" not in found | dict(settings.engine):
-        raise ConfigError("--model: the samples do not say which model they are of")
-    return found | dict(settings.engine)
 
 
 async def regenerate(
     samples: Sequence[Recorded],
     engine: Engine,
-    weights: Weights,
-    limits: Limits = Limits(),  # noqa: B008 – it cannot be changed
+    settings: Settings,
     *,
     has: Path | None = None,
-    at_once: int = AT_ONCE,
 ) -> list[Verdict]:
     """The verdict on each sample, in their order. Every version is loaded once.
 
     engine: started, without requests. Afterwards it has other weights. has: the folder of the weights that it has now,
-    if they are known. at_once: most requests that it is given at the same time.
+    if they are known.
     Raises EngineDead.
     """
     parts = [[] if obstacle(one) else parts_of(one) for one in samples]
     await engine.operate("flush_cache", {})
-    places = asyncio.Semaphore(at_once)
+    places = asyncio.Semaphore(AT_ONCE)
     for version in sorted({part.version for each in parts for part in each}):
         due = [part for each in parts for part in each if part.version == version]
         try:
-            path = weights.path_of(version)
+            path = settings.path_of(version)
             if path != has:
                 await load_weights(engine, path, version)
                 has = path
@@ -115,15 +104,15 @@ async def regenerate(
             for part in due:
                 part.problem = str(error)
             continue
-        await _load_adapters(engine, weights, due)
+        await _load_adapters(engine, settings, due)
         await asyncio.gather(*(_generate(engine, places, part) for part in due if not part.problem))
     fingerprint = engine.info.fingerprint()
-    return [_verdict(*each, limits, fingerprint) for each in zip(samples, parts, strict=True)]
+    return [_verdict(*each, settings.logprob_limit, fingerprint) for each in zip(samples, parts, strict=True)]
 
 
 async def load_weights(engine: Engine, path: Path, version: int) -> None:
     """Load a folder's weights. Raises WeightSyncError or EngineError; the engine then has the weights from before."""
-    order = folder_order(str(path), version, weights_size(path))
+    order = folder_order(str(path), version, _size(path))
     report = await engine.prepare_weights(order)
     if report.ok:
         report = await engine.commit_weights(order)
@@ -133,7 +122,12 @@ async def load_weights(engine: Engine, path: Path, version: int) -> None:
         raise WeightSyncError(f"{path} cannot be loaded: {report.error}")
 
 
-async def _load_adapters(engine: Engine, weights: Weights, parts: Sequence[Part]) -> None:
+def _size(path: Path) -> int:
+    """Bytes of a checkpoint's tensors."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+async def _load_adapters(engine: Engine, settings: Settings, parts: Sequence[Part]) -> None:
     """Load the adapters that these parts need. A part whose adapter cannot be had gets the reason as its problem."""
     loaded = engine.info.adapters
     for name, version in sorted({(part.request.adapter, part.request.adapter_version) for part in parts}):
@@ -142,7 +136,7 @@ async def _load_adapters(engine: Engine, weights: Weights, parts: Sequence[Part]
         try:
             from ...sync.adapters import read_adapter  # noqa: PLC0415 – torch
 
-            adapter = await asyncio.to_thread(read_adapter, weights.adapter_path_of(name, version), name, version)
+            adapter = await asyncio.to_thread(read_adapter, settings.adapter_path_of(name, version), name, version)
             await engine.load_adapter(adapter)
             loaded.add(name, version)
         except (WeightSyncError, ConfigError, EngineError, ValueError) as error:
@@ -180,7 +174,7 @@ async def _generate(engine: Engine, places: asyncio.Semaphore, part: Part) -> No
     part.output = output
 
 
-def _verdict(recorded: Recorded, parts: Sequence[Part], limits: Limits, fingerprint: Mapping[str, str]) -> Verdict:
+def _verdict(recorded: Recorded, parts: Sequence[Part], limit: float, fingerprint: Mapping[str, str]) -> Verdict:
     if reason := obstacle(recorded):
         return unverified(recorded, reason)
     count = len(recorded.result.token_ids)
@@ -189,27 +183,28 @@ def _verdict(recorded: Recorded, parts: Sequence[Part], limits: Limits, fingerpr
     for part in parts:
         if part.output is not None:
             _fill(part, recorded, token_ids, logprobs)
-        why = part.problem or (part.doubt and _difference(part, recorded, token_ids, logprobs, limits))
+        why = part.problem or (part.doubt and _difference(part, recorded, token_ids, logprobs, limit))
         if why:
             unproved.append(f"tokens {part.start} to {part.end - 1}: {why}")
         else:
             replayed[part.start : part.end] = True
-    end = _End()
-    if parts[-1].last and replayed[-1] and (token_ids == recorded.result.token_ids)[parts[-1].start :].all():
-        end = _end(recorded, parts[-1])
+    last, end = parts[-1], _End()
+    if last.last and replayed[-1] and (token_ids == recorded.result.token_ids)[last.start :].all():
+        end = _end(recorded, last)
     found = compared(
         recorded,
         token_ids,
         logprobs,
-        limits,
+        limit,
         replayed=replayed,
         finish=end.finish,
         differences=end.differences,
         unproved=[*unproved, *end.unproved],
+        engine=fingerprint,
     )
     if found.state == "differs":
         found = replace(found, reasons=(*found.reasons, *_suspects(recorded.result.fingerprint, fingerprint)))
-    return replace(found, engine=fingerprint)
+    return found
 
 
 def _fill(part: Part, recorded: Recorded, token_ids: Ids, logprobs: Logprobs) -> None:
@@ -223,15 +218,14 @@ def _fill(part: Part, recorded: Recorded, token_ids: Ids, logprobs: Logprobs) ->
     logprobs[place][:same] = part.output.logprobs[:same]
 
 
-def _difference(part: Part, recorded: Recorded, token_ids: Ids, logprobs: Logprobs, limits: Limits) -> str:
+def _difference(part: Part, recorded: Recorded, token_ids: Ids, logprobs: Logprobs, limit: float) -> str:
     """A part's doubt, with how much its tokens differ; "" if they do not."""
     place, result = slice(part.start, part.end), recorded.result
     other = np.flatnonzero(token_ids[place] != result.token_ids[place])
     gap = 0.0
     if result.logprobs is not None:
-        gaps = np.abs(logprobs[place] - result.logprobs[place])
-        gap = float(np.nanmax(gaps, initial=0.0))
-    if not other.size and gap <= limits.logprob:
+        gap = float(np.nanmax(np.abs(logprobs[place] - result.logprobs[place]), initial=0.0))
+    if not other.size and gap <= limit:
         return ""
     first = f"the first other token is {part.start + int(other[0])}" if other.size else "no other token"
     return f"{part.doubt}; generated without it: {first}, log-probabilities differ by up to {gap:.2g}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +17,9 @@ State = Literal["same", "differs", "unverified"]
 proved, for the reasons given. It is never taken for "same"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """logprob: the largest difference between two log-probabilities that counts as none."""
-
-    logprob: float = 1e-5
+BADNESS = {"same": 0, "unverified": 1, "differs": 2}
+LOGPROB_LIMIT = 1e-5
+"""The largest difference between two log-probabilities that counts as none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,6 @@ class Verdict:
     first: int | None = None
     finish: str = ""
     reasons: tuple[str, ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
     engine: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -54,6 +52,11 @@ class Verdict:
         if before is None:
             return np.full(len(self.logprobs), np.nan, np.float32)
         return np.asarray(self.logprobs - before, np.float32)
+
+    @property
+    def other(self) -> npt.NDArray[np.bool_]:
+        """(t,) whether another token was generated."""
+        return np.asarray((self.token_ids >= 0) & (self.token_ids != self.recorded.result.token_ids))
 
     @property
     def largest_gap(self) -> float:
@@ -68,30 +71,51 @@ class Verdict:
             return None
         return next((span.version for span in self.recorded.spans() if span.start <= self.first < span.end), None)
 
+    def as_data(self) -> dict[str, Any]:
+        """For JSON; without the arrays."""
+        result = self.recorded.result
+        return {
+            "sample": self.recorded.name, "state": self.state, "tokens": len(result.token_ids),
+            "versions": list(result.versions), "worker": result.worker_id, "first": self.first, "version": self.version,
+            "largest_gap": None if math.isnan(self.largest_gap) else self.largest_gap, "reasons": list(self.reasons),
+        }  # fmt: skip
+
+    def line(self) -> str:
+        """For people."""
+        result = self.recorded.result
+        versions = ",".join(map(str, result.versions)) or "none"
+        line = f"{self.state:<10} {self.recorded.name}  {len(result.token_ids)} tokens, versions {versions}"
+        if self.first is not None:
+            line += f"; differs from token {self.first} (version {self.version}) on"
+        if not math.isnan(self.largest_gap):
+            line += f"; log-probabilities within {self.largest_gap:.2g}"
+        return "; ".join([line, *self.reasons])
+
 
 def compared(
     recorded: Recorded,
     token_ids: npt.NDArray[np.int32],
     logprobs: npt.NDArray[np.float32],
-    limits: Limits,
+    limit: float = LOGPROB_LIMIT,
     *,
     replayed: npt.NDArray[np.bool_] | None = None,
     finish: str = "",
     reasons: Sequence[str] = (),
     differences: Sequence[str] = (),
     unproved: Iterable[str] = (),
+    engine: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """The verdict from what was replayed; the arrays are those of `Verdict`.
+    """The verdict from what was replayed; the arrays and the engine are those of `Verdict`.
 
+    limit: the largest difference of a log-probability that counts as none.
     replayed: (t,) whether a place was replayed at all; None for all of them. Only these are compared. finish: is
-    compared with the recorded one unless it is "". differences: what else is not as
-    recorded, a sentence each. unproved: reasons that make a sample without differences unverified, because a part of it
-    was not replayed.
+    compared with the recorded one unless it is "". differences: what else is not as recorded, a sentence each.
+    unproved: reasons that make a sample without differences unverified, because a part of it was not replayed.
     """
     before = recorded.result
     differs = token_ids != before.token_ids
     if before.logprobs is not None:
-        differs = differs | ~(np.abs(logprobs - before.logprobs) <= limits.logprob)  # NaN is within no limit
+        differs = differs | ~(np.abs(logprobs - before.logprobs) <= limit)  # NaN is within no limit
     places = np.flatnonzero(differs if replayed is None else differs & replayed)
     first = int(places[0]) if places.size else None
     missing, told = tuple(unproved), [*reasons, *differences]
@@ -102,7 +126,7 @@ def compared(
         state = "differs"
     else:
         state = "unverified" if missing else "same"
-    return Verdict(recorded, state, token_ids, logprobs, first, finish, (*told, *missing))
+    return Verdict(recorded, state, token_ids, logprobs, first, finish, (*told, *missing), engine or {})
 
 
 def unverified(recorded: Recorded, *reasons: str) -> Verdict:
@@ -110,4 +134,31 @@ def unverified(recorded: Recorded, *reasons: str) -> Verdict:
     tokens = len(recorded.result.token_ids)
     return Verdict(
         recorded, "unverified", np.full(tokens, -1, np.int32), np.full(tokens, np.nan, np.float32), reasons=reasons
+    )
+
+
+class Tokens(NamedTuple):
+    """The tokens of several verdicts, one behind the other. Each array is (n,).
+
+    of: the place of the token's verdict. place: the token's in its sample. gap, other: as `Verdict` has them.
+    """
+
+    of: npt.NDArray[np.int64]
+    place: npt.NDArray[np.int64]
+    version: npt.NDArray[np.int64]
+    gap: npt.NDArray[np.float64]
+    other: npt.NDArray[np.bool_]
+
+
+def tokens_of(verdicts: Sequence[Verdict]) -> Tokens:
+    """All tokens of these verdicts."""
+    sizes = [len(one.token_ids) for one in verdicts]
+    spans = [span for one in verdicts for span in one.recorded.spans()]
+    versions = np.array([span.version for span in spans], np.int64)
+    return Tokens(
+        np.repeat(np.arange(len(sizes)), sizes),
+        np.concatenate([np.zeros(0, np.int64), *map(np.arange, sizes)]),
+        np.repeat(versions, [span.end - span.start for span in spans]),
+        np.concatenate([np.zeros(0), *(one.gaps for one in verdicts)]),
+        np.concatenate([np.zeros(0, np.bool_), *(one.other for one in verdicts)]),
     )

@@ -15,7 +15,7 @@ from ....messages.ids import new_id
 from ....messages.model import Float, Int
 from ....producer import RolloutClient
 from ...records import Records
-from ...replay import Limits, Recorded, Verdict, Where, recorded
+from ...replay import Recorded, Verdict, Where, recorded
 from ...replay.pool import WINDOW, client_of, replayed
 from .operation import Check, Context, Operation, Params, operation
 
@@ -69,7 +69,7 @@ class Replay(Operation[ReplayParams]):
             )
             async with client:
                 async for verdict in replayed(
-                    client, chosen, file.replay_id, limits=Limits(params.logprob), window=params.window
+                    client, chosen, file.replay_id, limit=params.logprob, window=params.window
                 ):
                     file.take(verdict)
                     context.progress(len(file.done), total, file.said())

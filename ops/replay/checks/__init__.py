@@ -2,14 +2,13 @@
 
 from .bisect import Bisected, Broken, bisect
 from .follow import Follower
-from .gaps import Gaps, Spread, gaps_of
+from .gaps import Gaps, gaps_of
 from .loss import Losses, losses_of
-from .properties import EACH, by_version, metric, replays, user_function, users
+from .properties import by_version, metric, replays, users
 from .schedule import EVENTS, Schedule, schedule_of
-from .score import Tolerance, score
+from .score import score
 
 __all__ = [
-    "EACH",
     "EVENTS",
     "Bisected",
     "Broken",
@@ -17,8 +16,6 @@ __all__ = [
     "Gaps",
     "Losses",
     "Schedule",
-    "Spread",
-    "Tolerance",
     "bisect",
     "by_version",
     "gaps_of",
@@ -27,6 +24,5 @@ __all__ = [
     "replays",
     "schedule_of",
     "score",
-    "user_function",
     "users",
 ]

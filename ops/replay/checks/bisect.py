@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ....messages.errors import InvalidField
 
@@ -28,14 +27,6 @@ class Bisected:
     between: tuple[int, ...]
     tested: Mapping[int, bool | None]
     again: tuple[int, ...]
-
-    def as_data(self) -> dict[str, Any]:
-        """For JSON."""
-        tested = [{"version": version, "broken": broken} for version, broken in self.tested.items()]
-        return {
-            "good": self.good, "broken": self.broken, "between": list(self.between), "tested": tested,
-            "again": list(self.again),
-        }  # fmt: skip
 
     def lines(self) -> list[str]:
         """For people."""

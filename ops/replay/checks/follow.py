@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ....messages.arguments import whole_number
 from ....messages.journal import Entry, Journal, read
-from .. import Recorded, Verdict, recorded
-from .gaps import Gaps, gaps_of
-from .score import Tolerance
+from .. import Settings, Verdict, recorded
+from .gaps import gaps_of
+from .score import score
 
 LATE_S = 60.0
 """Several writers come together, each with its own clock: an entry older than the newest by less may be new."""
 REMEMBERED = 1000
 """The findings are about so many samples, the last ones that were scored."""
-
-Verdicts = Callable[[Sequence[Recorded]], list[Verdict]]
 
 
 class Follower:
@@ -29,15 +26,12 @@ class Follower:
 
     About each of these it notes, in the same folder, `score_gap` and `score_gap_mean` (the largest and the mean
     absolute difference of its log-probabilities, where any is known) and `scored` (the verdict's state). Results that
-    were there before do not count. verdicts: scores samples. tolerance, dtype: as `score` has them.
+    were there before do not count. settings: as `score` takes them, which gives the verdicts.
     Raises InvalidField, and ConfigError if there is no such folder, or none that can be written.
     """
 
-    def __init__(
-        self, folder: Path | str, every: int, verdicts: Verdicts, tolerance: Tolerance, dtype: str = "float32"
-    ) -> None:
-        self._every, self._verdicts = whole_number("every", every, 1), verdicts
-        self._folder, self._tolerance, self._dtype = folder, tolerance, dtype
+    def __init__(self, folder: Path | str, every: int, settings: Settings) -> None:
+        self._folder, self._every, self._settings = folder, whole_number("every", every, 1), settings
         self._seen: dict[tuple[str, int], float] = {}  # results that may be read again
         self._newest = time.time()
         self.arrived = 0
@@ -48,28 +42,22 @@ class Follower:
 
     def round(self) -> bool:
         """Score what is due since the last round. Returns whether anything was."""
-        due = []
+        due = set()
         for entry in self._new():
             self.arrived += 1
             if self.arrived % self._every == 0:
-                due.append((entry.job_id, entry.sample))
+                due.add(f"{entry.job_id}.{entry.sample}")
         if not due:
             return False
-        samples = recorded(self._folder, jobs={job_id for job_id, _ in due})
-        wanted = set(due)
-        for verdict in self._verdicts([one for one in samples if (one.result.job_id, one.result.sample) in wanted]):
+        for verdict in score(recorded(self._folder, jobs=due), self._settings):
             self.states[verdict.state] += 1
             self._last.append(verdict)
             self._note(verdict)
         return True
 
-    def gaps(self) -> Gaps:
-        """What the last scores say together."""
-        return gaps_of(self._last, self._tolerance, self._dtype)
-
     def line(self) -> str:
         """How many were scored, and what is wrong."""
-        gaps = self.gaps()
+        gaps = gaps_of(self._last, self._settings)
         states = ", ".join(f"{count:,} {state}" for state, count in self.states.items())
         line = f"scored {self.states.total():,} of {self.arrived:,} samples: {states or 'none'}"
         if gaps.overall is not None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ....messages.errors import ConfigError, InvalidField, WeightSyncError
 from ....messages.model import GenerateJob
 from ....worker.cpu_support import prepare_transformers
+from .. import Settings
 
 prepare_transformers()
 import torch  # noqa: E402
@@ -48,21 +49,20 @@ class Ask:
 class Forward:
     """A version's weights in transformers.
 
-    path: the version's folder of safetensors. base: folder or hub name of the base model, whose configuration is taken
-    if `path` has none.
-    dtype: a torch dtype's name. device: as torch names it.
+    path: the version's folder of safetensors. settings: dtype and device, as torch names them, and the base model,
+    whose configuration is taken if `path` has none.
     Raises InvalidField for a dtype that torch lacks, and WeightSyncError if transformers cannot load the folder, or
     tensors of the model are missing in it.
     """
 
-    def __init__(self, path: Path, base: str, dtype: str = "float32", device: str = "cpu") -> None:
+    def __init__(self, path: Path, settings: Settings) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # noqa: PLC0415
 
-        kind = getattr(torch, dtype, None)
+        kind = getattr(torch, settings.dtype, None)
         if not isinstance(kind, torch.dtype):
-            raise InvalidField("dtype", dtype, "a torch dtype such as float32 or bfloat16")
+            raise InvalidField("dtype", settings.dtype, "a torch dtype such as float32 or bfloat16")
         try:
-            config = AutoConfig.from_pretrained(path if (path / "config.json").exists() else base)
+            config = AutoConfig.from_pretrained(path if (path / "config.json").exists() else settings.model)
             model, told = AutoModelForCausalLM.from_pretrained(
                 path, config=config, generation_config=GenerationConfig(), dtype=kind, output_loading_info=True
             )
@@ -70,8 +70,8 @@ class Forward:
             raise WeightSyncError(f"transformers cannot load {path}: {error}") from error
         if missing := sorted(told["missing_keys"]):
             raise WeightSyncError(f"{path} lacks {len(missing)} tensors of the model, such as {missing[0]}")
-        self._model = model.eval().to(device)
-        self._device = device
+        self._model = model.eval().to(settings.device)
+        self._device = settings.device
 
     @contextmanager
     def adapted(self, folder: Path) -> Iterator[None]:

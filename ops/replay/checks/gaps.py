@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .. import Recorded, Verdict
-from .score import Tolerance, is_exact
+from .. import Settings, Verdict, tokens_of
+from .score import is_exact
 
 UNKNOWN = "unknown"
 """The worker of tokens that a sample of several attempts had before its last leg."""
@@ -29,10 +30,6 @@ class Spread:
     p99: float
     largest: float
     wrong: bool
-
-    def as_data(self) -> dict[str, Any]:
-        """For JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +51,6 @@ class Gaps:
     by_cache: Mapping[str, Spread]
     findings: tuple[str, ...]
 
-    def as_data(self) -> dict[str, Any]:
-        """For JSON."""
-        told: dict[str, Any] = {"states": dict(self.states), "reasons": dict(self.reasons)}
-        told["overall"] = None if self.overall is None else self.overall.as_data()
-        for name in ("by_version", "by_worker", "by_position", "by_cache"):
-            told[name] = {str(group): spread.as_data() for group, spread in getattr(self, name).items()}
-        return told | {"findings": list(self.findings)}
-
     def lines(self) -> list[str]:
         """For people."""
         lines = [", ".join(f"{count:,} {state}" for state, count in self.states.items()) or "no samples"]
@@ -75,9 +64,8 @@ class Gaps:
         return lines + (list(self.findings) or [nothing])
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """All tokens that were scored. Each array is (n,)."""
+class _Known(NamedTuple):
+    """The tokens whose gap is known. Each array is (n,); the gaps are absolute."""
 
     gap: npt.NDArray[np.float64]
     exact: npt.NDArray[np.bool_]
@@ -85,12 +73,12 @@ class _Tokens:
     worker: npt.NDArray[np.str_]
     position: npt.NDArray[np.int64]
     cached: npt.NDArray[np.bool_]
-    tolerance: Tolerance
+    settings: Settings
 
     def spread(self, chosen: npt.NDArray[np.bool_]) -> Spread:
         gaps, exact = self.gap[chosen], self.exact[chosen]
-        wrong = bool((gaps[exact] > self.tolerance.exact).any())
-        wrong = wrong or bool((~exact).any() and gaps[~exact].mean() > self.tolerance.mean)
+        wrong = bool((gaps[exact] > self.settings.score_limit).any())
+        wrong = wrong or bool((~exact).any() and gaps[~exact].mean() > self.settings.mean_limit)
         p50, p99 = np.percentile(gaps, [50, 99])
         return Spread(len(gaps), float(gaps.mean()), float(p50), float(p99), float(gaps.max()), wrong)
 
@@ -98,21 +86,14 @@ class _Tokens:
         return {name(value): self.spread(column == value) for value in np.unique(column)}
 
 
-def gaps_of(verdicts: Iterable[Verdict], tolerance: Tolerance, dtype: str = "float32") -> Gaps:
-    """What the verdicts of `score` say together. tolerance, dtype: as `score` had them."""
-    states, reasons, parts = Counter[str](), Counter[str](), []
-    for verdict in verdicts:
-        states[verdict.state] += 1
-        if verdict.state == "unverified":
-            reasons.update(verdict.reasons)
-        if (part := _tokens_of(verdict, tolerance, dtype)) is not None:
-            parts.append(part)
+def gaps_of(verdicts: Sequence[Verdict], settings: Settings) -> Gaps:
+    """What the verdicts of `score` say together. settings: with the limits that `score` had."""
+    states = Counter[str](verdict.state for verdict in verdicts)
+    reasons = Counter(chain(*(verdict.reasons for verdict in verdicts if verdict.state == "unverified")))
     common = dict(states.most_common()), dict(reasons.most_common())
-    if not parts:
+    tokens = _known(verdicts, settings)
+    if not len(tokens.gap):
         return Gaps(*common, None, {}, {}, {}, {}, ())
-    columns: Any = ("gap", "exact", "version", "worker", "position", "cached")
-    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
-    tokens = _Tokens(**columns, tolerance=tolerance)
     bins = np.where(tokens.position > 0, np.int64(1) << np.log2(np.maximum(tokens.position, 1)).astype(np.int64), 0)
     return Gaps(
         *common,
@@ -125,34 +106,28 @@ def gaps_of(verdicts: Iterable[Verdict], tolerance: Tolerance, dtype: str = "flo
     )
 
 
-def _tokens_of(verdict: Verdict, tolerance: Tolerance, dtype: str) -> _Tokens | None:
-    one, gaps = verdict.recorded, np.abs(verdict.gaps.astype(np.float64))
-    known = ~np.isnan(gaps)
-    if not known.any():
-        return None
-    tokens = len(gaps)
-    prompt = 0 if one.prompt_ids is None else one.prompt_ids.size
-    return _Tokens(
-        gaps[known],
-        np.full(tokens, is_exact(one, dtype))[known],
-        np.repeat([span.version for span in one.spans()], [span.end - span.start for span in one.spans()])[known],
-        workers_of(one)[known],
-        (prompt + np.arange(tokens))[known],
-        np.full(tokens, one.result.cached_tokens > 0)[known],
-        tolerance,
+def _known(verdicts: Sequence[Verdict], settings: Settings) -> _Known:
+    """A result names the worker that sampled its last tokens; what an earlier attempt had left is by whoever had that
+    attempt."""
+    tokens, samples = tokens_of(verdicts), [verdict.recorded for verdict in verdicts]
+    here = ~np.isnan(tokens.gap)
+    of, place = tokens.of[here], tokens.place[here]
+    results = [one.result for one in samples]
+    first = np.array([one.legs[-1] if one.attempt > 1 and one.legs else 0 for one in results], np.int64)
+    workers = np.array([one.worker_id for one in results], np.str_)
+    prompts = np.array([0 if one.prompt_ids is None else one.prompt_ids.size for one in samples], np.int64)
+    return _Known(
+        np.abs(tokens.gap[here]),
+        np.array([is_exact(verdict.recorded, verdict.engine) for verdict in verdicts], np.bool_)[of],
+        tokens.version[here],
+        np.where(place < first[of], UNKNOWN, workers[of]),
+        prompts[of] + place,
+        np.array([one.cached_tokens > 0 for one in results], np.bool_)[of],
+        settings,
     )
 
 
-def workers_of(one: Recorded) -> npt.NDArray[np.str_]:
-    """(t,) the worker that sampled each token. A result names the last one; what an earlier attempt had left is by
-    whoever had that attempt."""
-    tokens, first = len(one.result.token_ids), 0
-    if one.result.attempt > 1 and one.result.legs:
-        first = one.result.legs[-1]
-    return np.array([UNKNOWN] * first + [one.result.worker_id] * (tokens - first), dtype=np.str_)
-
-
-def _findings(tokens: _Tokens, bins: npt.NDArray[np.int64]) -> list[str]:
+def _findings(tokens: _Known, bins: npt.NDArray[np.int64]) -> list[str]:
     """What is wrong, the worst worker first."""
     workers = [str(worker) for worker in np.unique(tokens.worker)]
     versions = np.unique(tokens.version)
@@ -189,7 +164,7 @@ def _when(bad: list[int], sampled: npt.NDArray[np.int64]) -> str:
     return f"in version{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
 
 
-def _where(tokens: _Tokens, bins: npt.NDArray[np.int64]) -> list[str]:
+def _where(tokens: _Known, bins: npt.NDArray[np.int64]) -> list[str]:
     """Whether the gaps have to do with the position or with the prefix cache."""
     found = []
     by_bin = {int(low): tokens.spread(bins == low) for low in np.unique(bins)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,8 @@ TOKENS = 5
 """So many tokens of each sample are named."""
 
 
-class TokenLoss(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
     """A generated token: its place in the sample, its id, the weights that sampled it, and its part of the loss."""
 
     place: int
@@ -38,52 +39,29 @@ class SampleLoss:
     """A sample's loss. share: its part of the sum of all absolute losses. tokens: those with the largest absolute loss,
     if the function gives one for each."""
 
-    recorded: Recorded
+    sample: str
+    worker: str
+    versions: Sequence[int]
     loss: float
     share: float
     tokens: Sequence[TokenLoss]
 
-    def as_data(self) -> dict[str, Any]:
-        """For JSON; a loss that is no finite number is null."""
-        return {
-            "sample": self.recorded.name,
-            "worker": self.recorded.result.worker_id,
-            "versions": list(self.recorded.result.versions),
-            "loss": self.loss if math.isfinite(self.loss) else None,
-            "share": self.share if math.isfinite(self.share) else None,
-            "tokens": [one._asdict() | {"loss": one.loss if math.isfinite(one.loss) else None} for one in self.tokens],
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Samples by loss: those whose loss is no finite number first, then the largest absolute loss first. left_out: why
-    samples have none, and how many."""
+    """Samples by loss: those whose loss is no finite number first, then the largest absolute loss first. total: the sum
+    of all losses. left_out: why samples have none, and how many."""
 
+    total: float
     samples: Sequence[SampleLoss]
     left_out: Mapping[str, int]
-
-    @property
-    def total(self) -> float:
-        """The sum of all losses."""
-        return sum(one.loss for one in self.samples)
-
-    def as_data(self) -> dict[str, Any]:
-        """For JSON."""
-        total = self.total
-        return {
-            "total": total if math.isfinite(total) else None,
-            "samples": [one.as_data() for one in self.samples],
-            "left_out": dict(self.left_out),
-        }
 
     def lines(self) -> list[str]:
         """For people."""
         lines = [f"{len(self.samples):,} samples, total loss {self.total:.6g}"]
         for one in self.samples[:SHOWN]:
-            versions = ",".join(map(str, one.recorded.result.versions))
-            lines.append(f"{one.loss:12.6g}  {one.share:6.1%}  {one.recorded.name}  versions {versions}, "
-                         f"worker {one.recorded.result.worker_id}")  # fmt: skip
+            versions = ",".join(map(str, one.versions))
+            lines.append(f"{one.loss:12.6g}  {one.share:6.1%}  {one.sample}  versions {versions}, worker {one.worker}")
             lines += [
                 f"{'':14}token {at.place} (id {at.token_id}, version {at.version}): {at.loss:.6g}" for at in one.tokens
             ]
@@ -102,7 +80,7 @@ def losses_of(samples: Iterable[Recorded], name: str) -> Losses:
     """
     from ....producer.training.batch import RolloutBatch  # noqa: PLC0415 – torch
 
-    function = user_function("--loss", name)
+    function = user_function("--by", name)
     found: list[tuple[Recorded, npt.NDArray[np.float64]]] = []
     left_out: dict[str, int] = {}
     groups: dict[str, int] = {}
@@ -121,11 +99,12 @@ def losses_of(samples: Iterable[Recorded], name: str) -> Losses:
         try:
             told = function(batch, dict(one.notes))
         except (Exception, SystemExit) as error:
-            raise InvalidField("--loss", name, f"a function that takes sample {one.name}: {error!r}") from error
+            raise InvalidField("--by", name, f"a function that takes sample {one.name}: {error!r}") from error
         found.append((one, _numbers(told, batch, one, name)))
     total = sum(abs(float(losses.sum())) for _, losses in found)
     made = [_sample(one, losses, total) for one, losses in found]
-    return Losses(sorted(made, key=lambda one: -abs(one.loss) if math.isfinite(one.loss) else -math.inf), left_out)
+    made.sort(key=lambda one: -abs(one.loss) if math.isfinite(one.loss) else -math.inf)
+    return Losses(sum(one.loss for one in made), made, left_out)
 
 
 def _numbers(told: Any, batch: RolloutBatch, one: Recorded, name: str) -> npt.NDArray[np.float64]:
@@ -136,22 +115,20 @@ def _numbers(told: Any, batch: RolloutBatch, one: Recorded, name: str) -> npt.ND
             told = told.detach().cpu().double()
         losses = np.asarray(told, np.float64).reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidField("--loss", name, f"a function that returns numbers; sample {one.name}: {error}") from error
+        raise InvalidField("--by", name, f"a function that returns numbers; sample {one.name}: {error}") from error
     if losses.size not in (1, length):
         allowed = f"a function that returns one loss, or one for each of {length} tokens"
-        raise InvalidField("--loss", name, f"{allowed}; sample {one.name}: {losses.size}")
+        raise InvalidField("--by", name, f"{allowed}; sample {one.name}: {losses.size}")
     return losses
 
 
 def _sample(one: Recorded, losses: npt.NDArray[np.float64], total: float) -> SampleLoss:
-    loss = float(losses.sum())
+    result, loss = one.result, float(losses.sum())
     share = abs(loss) / total if total else 0.0
-    if losses.size == 1:
-        return SampleLoss(one, loss, share, ())
-    generated = losses[losses.size - len(one.result.token_ids) :]
+    generated = losses[losses.size - len(result.token_ids) :] if losses.size > 1 else losses[:0]
     size = np.where(np.isfinite(generated), np.abs(generated), np.inf)
     versions = [span.version for span in one.spans() for _ in range(span.start, span.end)]
     places = [int(place) for place in np.argsort(-size, kind="stable")[:TOKENS] if size[place] > 0]
-    ids = one.result.token_ids
+    ids = result.token_ids
     named = [TokenLoss(place, int(ids[place]), versions[place], float(generated[place])) for place in places]
-    return SampleLoss(one, loss, share, named)
+    return SampleLoss(one.name, result.worker_id, result.versions, loss, share, named)

@@ -13,14 +13,11 @@ import numpy as np
 
 from ....messages.errors import InvalidField
 from ....sync.disk import NoSuchSnapshot
-from .. import Recorded, Verdict, Weights
+from .. import Recorded, Settings, Verdict
 from .bisect import Broken
 
-EACH = 8
-"""Samples of a version, and of each worker, that a bisect replays."""
 
-
-def by_version(samples: Iterable[Recorded], each: int | None = EACH) -> dict[int, list[Recorded]]:
+def by_version(samples: Iterable[Recorded], each: int | None = None) -> dict[int, list[Recorded]]:
     """The samples of which a version sampled any token, at most `each` of each worker; None takes all."""
     found: dict[int, dict[str, list[Recorded]]] = {}
     for one in samples:
@@ -45,43 +42,47 @@ def replays(
     return broken
 
 
-def metric(samples: Mapping[int, Sequence[Recorded]], name: str, below: float) -> Broken:
-    """Broken if the mean of a fact, such as the reward that was noted, is below a number. Raises InvalidField if no
-    sample has the fact as a number."""
-    if not math.isfinite(below):
-        raise InvalidField("--below", below, "a finite number")
+def metric(samples: Mapping[int, Sequence[Recorded]], name: str, below: str) -> Broken:
+    """Broken if the mean of a fact, such as the reward that was noted, is below a number. Raises InvalidField for what
+    is no finite number, and if no sample has the fact as a number."""
+    try:
+        limit = float(below)
+    except ValueError:
+        limit = math.nan
+    if not math.isfinite(limit):
+        raise InvalidField("--by", f"{name}<{below}", "a finite number behind <")
 
     def numbers(version: int) -> list[float]:
         facts = (one.facts().get(name) for one in samples[version])
         return [float(one) for one in facts if isinstance(one, int | float) and math.isfinite(one)]
 
     if not any(numbers(version) for version in samples):
-        raise InvalidField("--metric", name, "the name of a number that samples have: of a fact, a note or metadata")
+        raise InvalidField("--by", name, "the name of a number that samples have: of a fact, a note or metadata")
 
     def broken(version: int) -> bool | None:
         found = numbers(version)
-        return float(np.mean(found)) < below if found else None
+        return float(np.mean(found)) < limit if found else None
 
     return broken
 
 
-def users(samples: Mapping[int, Sequence[Recorded]], weights: Weights, name: str) -> Broken:
+def users(samples: Mapping[int, Sequence[Recorded]], settings: Settings, name: str) -> Broken:
     """Broken if a function of the user's, MODULE:FUNCTION(samples, weights_path) -> bool, says that a property does not
     hold: of the samples that a version sampled, and of the folder of its weights. A version without a folder cannot be
     told. What the function raises is an InvalidField that names the version."""
-    function = user_function("--check", name)
+    function = user_function("--by", name)
 
     def broken(version: int) -> bool | None:
         try:
-            path = weights.path_of(version)
+            path = settings.path_of(version)
         except NoSuchSnapshot:
             return None
         try:
             holds = function(list(samples[version]), path)
         except (Exception, SystemExit) as error:
-            raise InvalidField("--check", name, f"a function that takes version {version}: {error!r}") from error
+            raise InvalidField("--by", name, f"a function that takes version {version}: {error!r}") from error
         if not isinstance(holds, bool | np.bool_):
-            raise InvalidField("--check", name, f"a function that returns True or False; version {version}: {holds!r}")
+            raise InvalidField("--by", name, f"a function that returns True or False; version {version}: {holds!r}")
         return not holds
 
     return broken

@@ -64,42 +64,28 @@ class WorkerTime:
     attempts: int
     gaps: tuple[tuple[float, float], ...]
 
-    def as_data(self) -> dict[str, Any]:
-        """For JSON."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"gaps": [list(gap) for gap in self.gaps]}
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The timeline of a journal.
 
-    queue_s: p50, p99 and the largest time that attempts waited in the queue; NaN without any. workers: by id. stalls:
+    queue_s: p50, p99 and the largest time that attempts waited in the queue; empty without any. workers: by id. stalls:
     the longest first. outcomes: number of entries by what happened. violations: promises that were broken, a sentence
     each: that each sample is published once, that attempts increase and have one worker each, that versions never
     decrease within a sample, and that nobody publishes after its lease.
     """
 
-    queue_s: tuple[float, float, float]
+    queue_s: Mapping[str, float]
     workers: Mapping[str, WorkerTime]
     stalls: Sequence[Stall]
     outcomes: Mapping[str, int]
     violations: Sequence[str]
 
-    def as_data(self) -> dict[str, Any]:
-        """For JSON."""
-        names = ("p50", "p99", "largest")
-        queue = {name: None if math.isnan(one) else one for name, one in zip(names, self.queue_s, strict=True)}
-        stalls = [{name: getattr(one, name) for name in one.__slots__} for one in self.stalls]
-        return {
-            "queue_s": queue, "workers": [one.as_data() for one in self.workers.values()], "stalls": stalls,
-            "outcomes": dict(self.outcomes), "violations": list(self.violations),
-        }  # fmt: skip
-
     def lines(self) -> list[str]:
         """For people."""
         lines = [", ".join(f"{count:,} {what}" for what, count in self.outcomes.items()) or "nothing happened"]
-        if not math.isnan(self.queue_s[0]):
-            lines.append("queued: p50 {:.3f} s, p99 {:.3f} s, largest {:.3f} s".format(*self.queue_s))
+        if self.queue_s:
+            lines.append("queued: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.queue_s.items()))
         for one in self.workers.values():
             share = one.busy_s / one.span_s if one.span_s else 1.0
             lines.append(f"worker {one.worker}: {one.attempts:,} attempts in {one.span_s:.1f} s, busy {share:.0%}, "
@@ -128,9 +114,9 @@ def schedule_of(entries: Iterable[Entry]) -> Schedule:
     for one in held:
         by_worker.setdefault(one.worker, []).append(one)
     queued = [one.queued_s for one in held]
-    queue = tuple(np.percentile(queued, [50, 99, 100])) if queued else (math.nan,) * 3
+    queue = np.percentile(queued, [50, 99, 100]).tolist() if queued else []
     return Schedule(
-        (float(queue[0]), float(queue[1]), float(queue[2])),
+        dict(zip(("p50", "p99", "largest"), queue, strict=False)),
         {worker: _time_of(worker, attempts) for worker, attempts in sorted(by_worker.items())},
         sorted(seen.stalls(by_worker), key=lambda one: -one.seconds),
         dict(seen.outcomes.most_common()),

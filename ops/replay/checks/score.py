@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,37 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ....messages.errors import InvalidField, WeightSyncError
+from ....messages.errors import WeightSyncError
 from ....messages.model import GRAMMARS, GenerateJob, RolloutResult, cut_segments
-from .. import Limits, Recorded, Verdict, Weights, compared, unverified
+from .. import Recorded, Settings, Verdict, compared, unverified
 
 if TYPE_CHECKING:
     from .forward import Ask, Forward
 
 BATCH_TOKENS = 8192
 """Of a forward pass, padding included. A longer sample goes through alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Gaps that rounding explains.
-
-    exact: the largest gap of a token, where engine and forward pass both compute in float32. mean: the largest mean
-    absolute gap, of a sample or of a group of tokens, where one of them does not: single tokens may then be far off.
-    """
-
-    exact: float = 1e-4
-    mean: float = 0.05
-
-    def __post_init__(self) -> None:
-        for name in ("exact", "mean"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InvalidField(name, getattr(self, name), "a number above 0")
-
-
-def is_exact(one: Recorded, dtype: str) -> bool:
-    """Whether both sides computed in float32, as far as the result says."""
-    return dtype == "float32" and one.result.fingerprint.get("dtype") == "float32"
 
 
 _Adapter = tuple[str, int] | None
@@ -71,21 +49,12 @@ class _Scored:
     cache: Any = None
 
 
-def score(
-    samples: Iterable[Recorded],
-    weights: Weights,
-    *,
-    tolerance: Tolerance = Tolerance(),  # immutable
-    dtype: str = "float32",
-    device: str = "cpu",
-    batch_tokens: int = BATCH_TOKENS,
-) -> list[Verdict]:
+def score(samples: Iterable[Recorded], settings: Settings) -> list[Verdict]:
     """Recompute the log-probability of every recorded token, under the version that sampled it; in the samples' order.
 
     Each version is loaded once, the oldest first, and one at a time. A token whose weights were switched in place is
     computed on the KV of the versions that the engine had. LoRA adapters go through peft.
 
-    dtype, device: of the forward pass.
     A sample that cannot be recomputed exactly is unverified and says why. Raises InvalidField, ConfigError.
     """
     scored, verdicts = [], {}
@@ -94,6 +63,7 @@ def score(
         scored.append(_Scored(one, np.full(tokens, np.nan, np.float32), np.zeros(tokens, np.bool_)))
         if why := why_not(one):
             verdicts[number] = unverified(one, *why)
+    settings = settings.for_model_of(one.recorded for one in scored)
     todo: dict[int, dict[_Adapter, list[_Piece]]] = {}
     for number, sample in enumerate(scored):
         if number not in verdicts:
@@ -103,19 +73,19 @@ def score(
         try:
             from .forward import Forward  # noqa: PLC0415  # torch
 
-            forward = Forward(weights.verified_path_of(version), weights.model, dtype, device)
+            forward = Forward(settings.verified_path_of(version), settings)
         except WeightSyncError as error:
             for pieces in by_adapter.values():
                 _tell(scored, pieces, f"version {version}: {error}")
             continue
         for adapter, pieces in by_adapter.items():
             try:
-                with forward.adapted(weights.adapter_path_of(*adapter)) if adapter else nullcontext():
-                    _score(forward, pieces, scored, batch_tokens)
+                with forward.adapted(settings.adapter_path_of(*adapter)) if adapter else nullcontext():
+                    _score(forward, pieces, scored)
             except WeightSyncError as error:
                 _tell(scored, pieces, str(error))
         del forward
-    return [verdicts.get(number) or _verdict(sample, tolerance, dtype) for number, sample in enumerate(scored)]
+    return [verdicts.get(number) or _verdict(sample, settings) for number, sample in enumerate(scored)]
 
 
 def _tell(scored: list[_Scored], pieces: list[_Piece], why: str) -> None:
@@ -177,7 +147,7 @@ def _adapter_of(result: RolloutResult, token: int) -> _Adapter:
     return result.adapter, segments[0].version if segments else result.adapter_version or 0
 
 
-def _score(forward: Forward, pieces: list[_Piece], scored: list[_Scored], batch_tokens: int) -> None:
+def _score(forward: Forward, pieces: list[_Piece], scored: list[_Scored]) -> None:
     """Fill in the log-probabilities of pieces of one version."""
     from .forward import Ask  # noqa: PLC0415
 
@@ -204,16 +174,16 @@ def _score(forward: Forward, pieces: list[_Piece], scored: list[_Scored], batch_
         logprobs, cache = forward.continued(ask(piece))
         sample.cache = cache if piece.carried else None
         known(piece, logprobs)
-    for batch in _batches(together, lambda piece: len(ask(piece).fed), batch_tokens):
+    for batch in _batches(together, lambda piece: len(ask(piece).fed)):
         for piece, logprobs in zip(batch, forward.logprobs([ask(piece) for piece in batch]), strict=True):
             known(piece, logprobs)
 
 
-def _batches(pieces: list[_Piece], length: Callable[[_Piece], int], most: int) -> Iterator[list[_Piece]]:
-    """Pieces of about one length together, with at most so many tokens, padding included."""
+def _batches(pieces: list[_Piece], length: Callable[[_Piece], int]) -> Iterator[list[_Piece]]:
+    """Pieces of about one length together, with at most BATCH_TOKENS tokens."""
     batch: list[_Piece] = []
     for piece in sorted(pieces, key=length):
-        if batch and (len(batch) + 1) * length(piece) > most:
+        if batch and (len(batch) + 1) * length(piece) > BATCH_TOKENS:
             yield batch
             batch = []
         batch.append(piece)
@@ -221,11 +191,17 @@ def _batches(pieces: list[_Piece], length: Callable[[_Piece], int], most: int) -
         yield batch
 
 
-def _verdict(sample: _Scored, tolerance: Tolerance, dtype: str) -> Verdict:
-    one, limit = sample.recorded, tolerance.exact
-    if not is_exact(one, dtype):
+def _verdict(sample: _Scored, settings: Settings) -> Verdict:
+    one, limit = sample.recorded, settings.score_limit
+    engine = {"engine": "transformers", "dtype": settings.dtype, "device": settings.device}
+    if not is_exact(one, engine):
         assert one.result.logprobs is not None
         gaps = np.abs(sample.logprobs - one.result.logprobs)[sample.done]
-        limit = math.inf if not gaps.size or gaps.mean() <= tolerance.mean else tolerance.mean
+        limit = math.inf if not gaps.size or gaps.mean() <= settings.mean_limit else settings.mean_limit
     tokens, missing = one.result.token_ids, sample.reasons
-    return compared(one, tokens, sample.logprobs, Limits(limit), replayed=sample.done, unproved=missing)
+    return compared(one, tokens, sample.logprobs, limit, replayed=sample.done, unproved=missing, engine=engine)
+
+
+def is_exact(one: Recorded, engine: Mapping[str, str]) -> bool:
+    """Whether both sides computed in float32, as far as the result says."""
+    return one.result.fingerprint.get("dtype") == engine.get("dtype") == "float32"

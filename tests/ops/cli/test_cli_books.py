@@ -1,4 +1,4 @@
-"""`rolloutmq books`: what people see, what programs get, and files that are not books."""
+"""`rolloutmq replay books`: what people see, what programs get, and files that are not books."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_books_are_found_and_shown(books: Books, tmp_path: Path, form: str) -> N
         (path / "trainer_state.json").write_text(json.dumps({"global_step": 5, "stateful_callbacks": callbacks}))
     else:
         torch.save({"model": {"w": torch.ones(2)}, "rollouts": state} if form == "deep" else state, path)
-    code, shown, _ = run("books", str(path))
+    code, shown, _ = run("replay", "books", str(path))
     assert code == 0
     assert "6 samples of 3 prompts were accepted: 3 trained + 2 dropped + 1 in flight" in shown
     assert "staleness of what was trained: 0: 1, 1: 1, 2: 1" in shown
@@ -51,12 +51,12 @@ def test_books_are_found_and_shown(books: Books, tmp_path: Path, form: str) -> N
     assert lines["trained"][:3] == ["3", "50.0%", "100"]
     assert lines["stale"][:3] == ["1", "16.7%", "900"]
     assert lines["failed"][2:] == ["-"] * 9
-    code, shown, _ = run("books", str(path), "--json")
+    code, shown, _ = run("replay", "books", str(path), "--json")
     assert json.loads(shown) == json.loads(json.dumps(books.report()))
 
 
 def test_a_folder_without_books_is_told_what_to_give(tmp_path: Path) -> None:
-    code, _, told = run("books", str(tmp_path))
+    code, _, told = run("replay", "books", str(tmp_path))
     assert code == 2
     assert "a file, or a checkpoint's folder that has trainer_state.json" in " ".join(told.split())
 
@@ -78,7 +78,7 @@ def test_what_is_no_books_is_refused_in_one_line(
         given = {"text": "hello", "empty": "", "other": '{"a": [1]}'}
         broken = json.dumps(books.state_dict() | {"trained": 7})
         path.write_text(given.get(content, broken))
-    code, _, error = run("books", "state")
+    code, _, error = run("replay", "books", "state")
     assert code == 2
     assert error.startswith("InvalidField: ")
     assert len(error.splitlines()) == 1

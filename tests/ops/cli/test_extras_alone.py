@@ -40,7 +40,7 @@ def test_a_command_runs_with_its_extra_alone(extra: str, words: list[str], redis
         ("cli", ["tiny-model", "{folder}/model"], "rolloutmq[sglang]"),
         ("cli", ["worker", "--model", "{folder}", *REDIS], "rolloutmq["),
         ("cli", ["demo"], "rolloutmq["),
-        ("replay", ["replay", "--journal", "{folder}/none"], "there is no such folder"),
+        ("replay", ["replay", "tokens", "--journal", "{folder}/none"], "there is no such folder"),
         ("parquet", ["journal", "export", "{folder}/none", "{folder}/out.parquet"], "there is no such folder"),
         ("worker", ["worker", "--model", "{folder}", *REDIS], "rolloutmq[sglang]"),
     ],

@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_read(files: Path, command: str, file: str) -> Non
     refused(files, [*READERS[command], file], file)
 
 
-@pytest.mark.parametrize("arguments", ["books /dev/zero", "config explain z.json", "config show --config z.json"])
+@pytest.mark.parametrize("arguments", ["replay books z.json", "config explain z.json", "config show --config z.json"])
 def test_a_document_without_end(files: Path, arguments: str) -> None:
     (files / "z.json").symlink_to("/dev/zero")
     refused(files, arguments.split(), "must have at most")

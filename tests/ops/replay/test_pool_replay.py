@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rolloutmq.messages import GenerateJob, JobFailure, Segment, connect, new_id
 from rolloutmq.messages.journal import Journal
 from rolloutmq.ops.cli.main import app
-from rolloutmq.ops.replay import Limits, Recorded, Verdict, recorded
+from rolloutmq.ops.replay import Recorded, Verdict, recorded
 from rolloutmq.ops.replay.pool import client_of, judged, replayed, resubmitted
 from rolloutmq.producer import RolloutClient
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -106,13 +106,13 @@ def test_a_comparison_says_what_it_proves(more: dict[str, object], state: str, s
         "fingerprint": SEEN, "prompt_ids": [1],
     }  # fmt: skip
     one = Recorded(result(job, 0, **base), job, 1.0)
-    verdict = judged(one, result(job, 0, **(base | more)), Limits())
+    verdict = judged(one, result(job, 0, **(base | more)))
     assert verdict.state == state
     assert says in " ".join(verdict.reasons)
     assert bool(verdict.reasons) is bool(says)
     stopped = Recorded(result(job, 0, **(base | {"finish_reason": "abort"})), job, 1.0)
     longer = {"token_ids": [3, 4, 5], "logprobs": [-0.5, -1.5, 0.0], "segments": (Segment(3, 3),)}
-    assert judged(stopped, result(job, 0, **(base | longer)), Limits()).state == "same"
+    assert judged(stopped, result(job, 0, **(base | longer))).state == "same"
 
 
 async def test_the_command_replays_in_a_pool(redis_db: str, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ async def test_the_command_replays_in_a_pool(redis_db: str, tmp_path: Path) -> N
         GenerateJob(id=new_id(), token_ids=[5, 6], sampling=sampling) for sampling in (FIXED, {"max_new_tokens": 4})
     ]
     await record(redis_db, tmp_path, jobs)
-    arguments = ["replay", "--journal", str(tmp_path), "--pool", "default", "--redis", redis_db, "--json"]
+    arguments = ["replay", "tokens", "--journal", str(tmp_path), "--pool", "default", "--redis", redis_db, "--json"]
     async with worker(redis_db, engine=ScriptedEngine(echo=True)):
         both = await asyncio.to_thread(CliRunner().invoke, app, arguments)
         one = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, jobs[0].id])
@@ -143,7 +143,7 @@ async def test_the_command_writes_a_report_and_knows_a_threshold(redis_db: str, 
             changed = one.result.token_ids + (one.result.job_id == jobs[0].id)
             journal.outcome(one.result.model_copy(update={"token_ids": changed}), "me")
     page = tmp_path / "out" / "report.html"
-    arguments = ["replay", "--journal", str(tmp_path / "changed"), "--pool", "default", "--redis", redis_db]
+    arguments = ["replay", "tokens", "--journal", str(tmp_path / "changed"), "--pool", "default", "--redis", redis_db]
     arguments += ["--html", str(page), "--json", "--threshold"]
     async with worker(redis_db, engine=ScriptedEngine(echo=True)):
         above = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, "0.4"])

@@ -13,7 +13,7 @@ from support.specimens.messages import result
 
 from rolloutmq.messages import GenerateJob, InvalidField, RolloutResult, SamplingParams
 from rolloutmq.messages.journal import SUFFIX, Journal
-from rolloutmq.ops.replay import Limits, Recorded, Where, compared, recorded, unverified
+from rolloutmq.ops.replay import Recorded, Where, compared, recorded, unverified
 
 MODULE = import_module("rolloutmq.ops.replay.recorded")  # the room's door has a function of this name
 
@@ -40,6 +40,9 @@ def test_a_sample_is_put_together_from_its_entries(tmp_path: Path) -> None:
     assert (second.job, second.notes) == (None, {})
     chosen = recorded(tmp_path, where=Where("reward < 0 and staleness > 2 and run == 'night'"))
     assert [one.name for one in chosen] == [first.name]
+    for name in (first.name, job.id):
+        assert [one.name for one in recorded(tmp_path, jobs=[name])] == [first.name]
+    assert not list(recorded(tmp_path, jobs=[f"{job.id}.1"])), "the job has another sample there"
 
 
 def test_memory_is_bounded_by_what_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,17 +109,17 @@ def test_a_verdict_says_the_first_difference() -> None:
     one = Recorded(sample("a" * 32), None, 1.0)
     tokens, logprobs = one.result.token_ids, one.result.logprobs
     assert logprobs is not None
-    assert compared(one, tokens, logprobs, Limits()).state == "same"
-    assert compared(one, tokens, logprobs + np.float32(1e-3), Limits()).first == 0
+    assert compared(one, tokens, logprobs).state == "same"
+    assert compared(one, tokens, logprobs + np.float32(1e-3)).first == 0
     other = tokens.copy()
     other[-1] += 1
-    found = compared(one, other, logprobs, Limits())
+    found = compared(one, other, logprobs)
     assert (found.state, found.first, found.version) == ("differs", len(tokens) - 1, one.spans()[-1].version)
     skipped = np.arange(len(tokens)) < len(tokens) - 1
-    part = compared(one, other, logprobs, Limits(), replayed=skipped, unproved=["no snapshot"])
+    part = compared(one, other, logprobs, replayed=skipped, unproved=["no snapshot"])
     assert (part.state, part.first, part.reasons) == ("unverified", None, ("no snapshot",))
-    lost = compared(one, tokens, np.full_like(logprobs, np.nan), Limits())
+    lost = compared(one, tokens, np.full_like(logprobs, np.nan))
     assert lost.state == "differs", "a missing log-probability proves nothing"
-    assert compared(one, tokens, logprobs, Limits(), finish="abort").state == "differs"
+    assert compared(one, tokens, logprobs, finish="abort").state == "differs"
     nothing = unverified(one, "gone")
     assert (nothing.state, nothing.first, np.isnan(nothing.largest_gap)) == ("unverified", None, True)

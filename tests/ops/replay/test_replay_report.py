@@ -6,15 +6,17 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import numpy as np
 import pytest
 from support.specimens.messages import result
 
 from rolloutmq.messages import GenerateJob, RolloutResult, Segment
-from rolloutmq.ops.replay import Limits, Recorded, Report, Verdict, as_html, compared, unverified
+from rolloutmq.ops.replay import Recorded, Verdict, as_html, compared, report_of, unverified
 from rolloutmq.ops.replay import report as module
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202egnp.exe\x07\x9b31m\ud800" + " " * 500_000
@@ -37,19 +39,16 @@ def replayed(index: int, gap: float = 0.0, place: int | None = None, **more: obj
     token_ids = one.result.token_ids.copy()
     if place is not None:
         token_ids[place] = 99
-    return compared(one, token_ids, before + np.float32(gap), Limits())
+    return compared(one, token_ids, before + np.float32(gap))
 
 
 def test_a_report_adds_up() -> None:
-    report = Report({"command": "c"}, journal="out/a b")
-    for verdict in (
+    verdicts = [
         replayed(0), replayed(1, gap=0.01, reward=-1.0), replayed(2, place=3),
         unverified(Recorded(sample(3), None, 1.0), "no snapshot of version 3"),
-    ):  # fmt: skip
-        report.add(verdict)
-    told = report.as_data(str)
+    ]  # fmt: skip
+    told = report_of(verdicts, {"command": "c"}, journal="out/a b", text_of=str)
     assert told["states"] == {"same": 1, "differs": 2, "unverified": 1}
-    assert report.unproved == 0.75
     assert [row["name"] for row in told["listed"]] == [f"{index:032x}.0" for index in (2, 1, 3, 0)], "the worst first"
     old, new = told["versions"]
     assert (old["version"], old["first_differences"], new["first_differences"], new["other_tokens"]) == (3, 1, 1, 1)
@@ -69,12 +68,9 @@ def test_a_report_adds_up() -> None:
 
 
 def test_both_sides_engines_stand_side_by_side_and_unread_samples_count() -> None:
-    report = Report({})
     one = Recorded(sample(0, fingerprint={"device": "cpu"}), None, 1.0)
-    for _ in range(2):
-        report.add(replace(unverified(one, "why"), engine={"device": "cuda"}))
-    report.add_unread("redacted")
-    told = report.as_data()
+    verdicts = [replace(unverified(one, "why"), engine={"device": "cuda"})] * 2
+    told = report_of(verdicts, {}, unread=["redacted"])
     assert told["engines"]["recorded"] == [{"samples": 2, "fingerprint": {"device": "cpu"}}]
     assert told["engines"]["replayed"] == [{"samples": 2, "fingerprint": {"device": "cuda"}}]
     assert (told["samples"], told["states"]["unverified"], told["left_out"]["of_the_list"]) == (3, 3, 0)
@@ -84,18 +80,13 @@ def test_both_sides_engines_stand_side_by_side_and_unread_samples_count() -> Non
 
 
 def test_nothing_replayed_proves_nothing() -> None:
-    report = Report({})
-    assert report.unproved == 1.0
-    assert "No sample was replayed" in as_html(report.as_data())
+    assert "No sample was replayed" in as_html(report_of([], {}))
 
 
 def test_a_report_is_bounded_and_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SHOWN", 2), ("LISTED", 3), ("SHOWN_TOKENS", 2), ("SHOWN_PROMPT", 1)):
         monkeypatch.setattr(module, name, value)
-    report = Report({})
-    for index in range(5):
-        report.add(replayed(index, gap=index / 100))
-    told = report.as_data()
+    told = report_of([replayed(index, gap=index / 100) for index in range(5)], {})
     assert [row["name"][:32].lstrip("0") for row in told["listed"]] == ["4", "3", "2"]
     assert told["left_out"] == {"of_the_list": 2, "token_by_token": 3}
     detail = told["listed"][0]["detail"]
@@ -107,9 +98,7 @@ def test_a_report_is_bounded_and_says_what_it_left_out(monkeypatch: pytest.Monke
 
 def test_tokens_around_the_first_difference_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHOWN_TOKENS", 2)
-    report = Report({})
-    report.add(replayed(0, place=3))
-    detail = report.as_data()["listed"][0]["detail"]
+    detail = report_of([replayed(0, place=3)], {})["listed"][0]["detail"]
     assert (detail["start"], detail["ids"], detail["replayed"]) == (2, [3, 4], {1: 99})
 
 
@@ -122,9 +111,7 @@ def test_notes_for_each_token_masks_entropy_and_infinite_gaps() -> None:
         notes={"mask": [1, 1, 0, 0], "a": np.ones(4), "why": "x"},
     )
     logprobs = np.array([-0.5, -np.inf, -1.5, np.nan], np.float32)
-    report = Report({})
-    report.add(compared(one, one.result.token_ids, logprobs, Limits()))
-    told = report.as_data()
+    told = report_of([compared(one, one.result.token_ids, logprobs)], {})
     row = told["listed"][0]
     assert row["detail"]["of_each_token"] == {"mask": [1.0, 1.0, 0.0, 0.0], "a": [1.0] * 4}
     assert row["notes"] == {"why": "x"}
@@ -163,23 +150,20 @@ class Page(HTMLParser):
             self.text += data
 
 
-def hostile() -> Report:
+def hostile(text_of: Callable[[int], str] | None = None) -> dict[str, Any]:
     more = {"group_id": HOSTILE[:100], "worker_id": HOSTILE, "fingerprint": {"engine": HOSTILE}, "job_id": HOSTILE}
     one = Recorded(sample(0, metadata={"m": HOSTILE}, **more), None, 1e300, HOSTILE, {HOSTILE: HOSTILE, "deep": [[{}]]})
-    report = Report({"command": HOSTILE}, journal=HOSTILE)
-    report.add(replace(unverified(one, HOSTILE), engine={"engine": HOSTILE}))
-    report.add_unread(HOSTILE)
-    return report
+    verdict = replace(unverified(one, HOSTILE), engine={"engine": HOSTILE})
+    return report_of([verdict], {"command": HOSTILE}, journal=HOSTILE, unread=[HOSTILE], text_of=text_of)
 
 
 def test_no_text_harms_the_page() -> None:
-    plain, attacked = Report({"command": "c"}), hostile()
     one = Recorded(sample(0), None, 1.0, "c", {"a": "b", "deep": "c"})
-    plain.add(unverified(one, "why"))
-    html = as_html(attacked.as_data(lambda token: HOSTILE))
+    plain = report_of([unverified(one, "why")], {"command": "c"})
+    html = as_html(hostile(lambda token: HOSTILE))
     html.encode()
     found = Page(html)
-    usual = {name for name, _ in Page(as_html(plain.as_data())).elements}
+    usual = {name for name, _ in Page(as_html(plain)).elements}
     assert {name for name, _ in found.elements} <= usual
     assert [about.get("type") for name, about in found.elements if name == "script"] == ["application/json", None]
     allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "id", "type", "href", "open", "role"}
@@ -196,7 +180,7 @@ def test_no_text_harms_the_page() -> None:
 
 
 def test_the_page_allows_its_own_script_alone_and_no_network() -> None:
-    html = as_html(hostile().as_data())
+    html = as_html(hostile())
     found = Page(html)
     (policy,) = (about["content"] for _, about in found.elements if about.get("http-equiv"))
     assert policy is not None
@@ -210,10 +194,7 @@ def test_the_page_allows_its_own_script_alone_and_no_network() -> None:
 
 
 def test_every_link_has_its_sample() -> None:
-    report = Report({})
-    for index in range(3):
-        report.add(replayed(index, gap=1e-3))
-    found = Page(as_html(report.as_data())).elements
+    found = Page(as_html(report_of([replayed(index, gap=1e-3) for index in range(3)], {}))).elements
     assert {f"#{about['id']}" for name, about in found if name == "details" and "id" in about} == {
         about["href"] for name, about in found if name == "a"
     }

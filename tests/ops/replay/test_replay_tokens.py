@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rolloutmq.messages.model import GenerateJob, RolloutResult, SamplingParams, Segment
-from rolloutmq.ops.replay import Recorded, Settings, Verdict, Weights, regenerate
+from rolloutmq.ops.replay import Recorded, Settings, Verdict, regenerate
 from rolloutmq.sync.disk import folder_name
 from rolloutmq.sync.transfer import TransferOrder, TransferReport
 from rolloutmq.worker.engine import EngineInfo, EngineOutput, EngineRequest
@@ -78,19 +78,19 @@ def sample(*segments: tuple[int, int], job: Mapping[str, Any] | None = None, **f
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Weights:
+def weights(tmp_path: Path) -> Settings:
     """Versions 1 to 3."""
     for version in (1, 2, 3):
         (tmp_path / folder_name(version)).mkdir()
-    return Weights(str(tmp_path), Settings(snapshots=tmp_path))
+    return Settings(model=str(tmp_path), snapshots=tmp_path)
 
 
-async def verdict(recorded: Recorded, engine: Engine, weights: Weights) -> Verdict:
+async def verdict(recorded: Recorded, engine: Engine, weights: Settings) -> Verdict:
     [found] = await regenerate([recorded], engine, weights)  # type: ignore[arg-type]
     return found
 
 
-async def test_every_span_is_generated_behind_the_recorded_tokens_with_its_own_weights(weights: Weights) -> None:
+async def test_every_span_is_generated_behind_the_recorded_tokens_with_its_own_weights(weights: Settings) -> None:
     engine, other = Engine(), sample((3, 4), job={"id": "b" * 32})
     one = sample((1, 5), (3, 6), legs=(2, 5))
     found = await regenerate([one, other], engine, weights)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ async def test_every_span_is_generated_behind_the_recorded_tokens_with_its_own_w
     assert len({each.wanted.seed for each in engine.requests}) == 1
 
 
-async def test_wrong_weights_are_named_and_the_other_spans_are_the_same(weights: Weights) -> None:
+async def test_wrong_weights_are_named_and_the_other_spans_are_the_same(weights: Settings) -> None:
     engine = Engine(lambda position, version: token_of(position, version) + (version == 2 and position == 9))
     found = await verdict(sample((1, 4), (2, 5), (3, 3)), engine, weights)
     assert (found.state, found.first, found.version) == ("differs", 6, 2)
@@ -115,7 +115,7 @@ async def test_wrong_weights_are_named_and_the_other_spans_are_the_same(weights:
 
 
 @pytest.mark.parametrize("include", [True, False])
-async def test_how_a_sample_ended_is_proved_too(weights: Weights, include: bool) -> None:
+async def test_how_a_sample_ended_is_proved_too(weights: Settings, include: bool) -> None:
     stop, limit = token_of(len(PROMPT) + 4, 1), 9
     sampling = SamplingParams(max_new_tokens=limit, stop_token_ids=(stop,), include_stop=include)
     ended = {"finish_reason": "stop", "matched_stop": stop}
@@ -140,18 +140,18 @@ async def test_how_a_sample_ended_is_proved_too(weights: Weights, include: bool)
         (sample((1, 4), token_ids=[], logprobs=[], segments=()), "no tokens"),
     ],
 )
-async def test_what_cannot_be_proved_says_why(weights: Weights, recorded: Recorded, reason: str) -> None:
+async def test_what_cannot_be_proved_says_why(weights: Settings, recorded: Recorded, reason: str) -> None:
     found = await verdict(recorded, Engine(), weights)
     assert found.state == "unverified"
     assert reason in " ".join(found.reasons)
 
 
-async def test_greedy_samples_need_no_seed(weights: Weights) -> None:
+async def test_greedy_samples_need_no_seed(weights: Settings) -> None:
     greedy = {"seed": None, "sampling": SamplingParams(max_new_tokens=4, temperature=0.0)}
     assert (await verdict(sample((1, 4), job=greedy), Engine(), weights)).state == "same"
 
 
-async def test_weights_switched_in_place_need_the_cache_of_the_older_ones(weights: Weights) -> None:
+async def test_weights_switched_in_place_need_the_cache_of_the_older_ones(weights: Settings) -> None:
     """Without it the tokens prove something only if they are the same."""
     crossed, engine = sample((1, 4), (2, 5), in_place=(4,)), Engine()
     assert (await verdict(crossed, engine, weights)).state == "same"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,13 @@ from support.specimens.messages import result
 from rolloutmq.messages import GenerateJob, InvalidField
 from rolloutmq.messages.errors import ConfigError
 from rolloutmq.messages.journal import Journal, read
-from rolloutmq.ops.replay import Limits, Recorded, Verdict, Where, compared, recorded, unverified
-from rolloutmq.ops.replay.checks import Follower, Tolerance
+from rolloutmq.ops.replay import Recorded, Settings, Verdict, Where, compared, recorded, unverified
+from rolloutmq.ops.replay.checks import Follower
+
+
+@pytest.fixture(autouse=True)
+def scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolloutmq.ops.replay.checks.follow.score", verdicts)
 
 
 def arrive(journal: Journal, first: int, count: int) -> None:
@@ -29,13 +34,13 @@ def arrive(journal: Journal, first: int, count: int) -> None:
     assert journal.flush(60)
 
 
-def verdicts(samples: Sequence[Recorded]) -> list[Verdict]:
+def verdicts(samples: Iterable[Recorded], settings: Settings) -> list[Verdict]:
     """The third job is off by 0.25 at its second token, the fourth cannot be told."""
     found = []
     for one in samples:
         logprobs = np.array(one.result.logprobs)
         logprobs[1] += 0.25 if one.result.job_id.endswith("3") else 0
-        same = compared(one, one.result.token_ids, logprobs, Limits())
+        same = compared(one, one.result.token_ids, logprobs, engine={"dtype": "float32"})
         found.append(unverified(one, "gone") if one.result.job_id.endswith("4") else same)
     return found
 
@@ -43,7 +48,7 @@ def verdicts(samples: Sequence[Recorded]) -> list[Verdict]:
 def test_every_second_sample_is_scored_and_noted(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         arrive(journal, 1, 1)  # before the follower
-        follower = Follower(tmp_path, 2, verdicts, Tolerance())
+        follower = Follower(tmp_path, 2, Settings())
         assert not follower.round()
         arrive(journal, 2, 1)
         assert follower.round()
@@ -65,7 +70,7 @@ def test_every_second_sample_is_scored_and_noted(tmp_path: Path) -> None:
 
 def test_a_clock_that_is_ahead_hides_no_results(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
-        follower = Follower(tmp_path, 1, verdicts, Tolerance())
+        follower = Follower(tmp_path, 1, Settings())
         arrive(journal, 1, 1)
         ahead = next(iter(read(tmp_path, events="result")))
         journal.add(replace(ahead, job_id=f"{9:032x}", at=ahead.at + 86_400))
@@ -80,7 +85,7 @@ def test_a_clock_that_is_ahead_hides_no_results(tmp_path: Path) -> None:
 
 def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="every"):
-        Follower(tmp_path, 0, verdicts, Tolerance())
+        Follower(tmp_path, 0, Settings())
     with pytest.raises(ConfigError):
-        Follower(tmp_path / "nowhere", 1, verdicts, Tolerance())
+        Follower(tmp_path / "nowhere", 1, Settings())
     assert not (tmp_path / "nowhere").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from support.specimens.messages import result
 
 from rolloutmq.messages import GenerateJob, InvalidField
-from rolloutmq.ops.replay import Limits, Recorded, Settings, Verdict, Weights, compared, unverified
+from rolloutmq.ops.replay import Recorded, Settings, Verdict, compared, unverified
 from rolloutmq.ops.replay.checks import bisect, by_version, metric, replays, users
 from rolloutmq.sync.disk import folder_name
 
@@ -28,7 +27,7 @@ def sample(version: int, worker: str = "w1", more: tuple[int, ...] = (), **notes
 def verdict(one: Recorded, first: int | None) -> Verdict:
     logprobs = np.array(one.result.logprobs)
     logprobs[len(logprobs) if first is None else first :] -= 1
-    return compared(one, one.result.token_ids, logprobs, Limits())
+    return compared(one, one.result.token_ids, logprobs)
 
 
 def test_samples_are_taken_of_each_version_and_worker() -> None:
@@ -47,12 +46,12 @@ def test_a_replay_breaks_at_the_version_of_the_first_difference() -> None:
 
 def test_a_metric_is_a_mean_of_what_samples_have() -> None:
     samples = by_version([sample(version, reward=1.0 if version < 5 else 0.1) for version in range(1, 9)] + [sample(9)])
-    found = bisect(list(samples), metric(samples, "reward", 0.5), also=list(samples))
+    found = bisect(list(samples), metric(samples, "reward", " 0.5"), also=list(samples))
     assert (found.good, found.broken, found.again) == (4, 5, ())
     assert len(found.tested) == 9
     assert found.tested[9] is None
-    for name, below in (("nonsense", 0.5), ("worker", 0.5), ("reward", float("nan"))):
-        with pytest.raises(InvalidField, match=r"--metric|--below"):
+    for name, below in (("nonsense", "0.5"), ("worker", "0.5"), ("reward", "nan"), ("reward", "x")):
+        with pytest.raises(InvalidField, match="--by"):
             metric(samples, name, below)
 
 
@@ -68,9 +67,9 @@ def test_a_function_of_the_users_is_asked(tmp_path: Path, monkeypatch: pytest.Mo
     for version in (1, 2, 3, 4):
         (tmp_path / "weights" / folder_name(version)).mkdir(parents=True)
     samples = by_version(map(sample, range(1, 6)))
-    weights = Weights("model", replace(Settings(), snapshots=tmp_path / "weights"))
-    broken = users(samples, weights, "ours:holds")
+    settings = Settings(model="model", snapshots=tmp_path / "weights")
+    broken = users(samples, settings, "ours:holds")
     assert [broken(version) for version in samples] == [False, False, True, True, None]
     for name in ("ours:fails", "ours:exits", "ours:says"):
-        with pytest.raises(InvalidField, match=r"--check.*version 2"):
-            users(samples, weights, name)(2)
+        with pytest.raises(InvalidField, match=r"--by.*version 2"):
+            users(samples, settings, name)(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from rolloutmq.messages import GenerateJob, LogitProcessor, RolloutResult, SamplingParams, Segment
-from rolloutmq.ops.replay import Recorded, Settings, Verdict, Weights
-from rolloutmq.ops.replay.checks import Tolerance, gaps_of, score
+from rolloutmq.ops.replay import Recorded, Settings, Verdict
+from rolloutmq.ops.replay.checks import gaps_of, score
 from rolloutmq.sync.disk import SnapshotStore, folder_name
 from rolloutmq.sync.packing import PackedWeights
 
@@ -98,8 +99,7 @@ def sampled(
 def scored(
     samples: list[Recorded], folders: dict[int, Path], adapters: Path | None = None, **more: Any
 ) -> list[Verdict]:
-    settings = Settings(snapshots=folders[1].parent, adapters=adapters)
-    return score(samples, Weights(str(folders[0]), settings), **more)
+    return score(samples, Settings(model=str(folders[0]), snapshots=folders[1].parent, adapters=adapters, **more))
 
 
 def states(verdicts: list[Verdict]) -> list[str]:
@@ -123,7 +123,8 @@ def test_every_token_is_computed_with_the_weights_and_the_cache_it_was_sampled_o
     from rolloutmq.ops.replay.checks import forward  # noqa: PLC0415
 
     monkeypatch.setattr(forward, "LOGITS_BYTES", 4 * 512 * 3)
-    assert states(scored(samples, folders, batch_tokens=30)) == ["same"] * len(samples)
+    monkeypatch.setattr(import_module("rolloutmq.ops.replay.checks.score"), "BATCH_TOKENS", 30)
+    assert states(scored(samples, folders)) == ["same"] * len(samples)
     # Another cache gives other log-probabilities: this test would see it.
     wrong = samples[7].result.model_copy(update={"in_place": (), "legs": (4, 7)})
     (other,) = scored([Recorded(wrong, samples[7].job, 1.0)], folders)
@@ -165,7 +166,7 @@ def test_what_cannot_be_computed_is_unverified_and_says_why(folders: dict[int, P
     # What was computed counts all the same.
     assert np.isnan(verdicts[6].logprobs).tolist() == [False] * 4 + [True] * 4
     assert np.isnan(verdicts[8].logprobs).tolist() == [True] * 4 + [False] * 4
-    assert gaps_of(verdicts, Tolerance()).states == {"unverified": len(told)}
+    assert gaps_of(verdicts, Settings()).states == {"unverified": len(told)}
 
 
 def test_a_folder_without_all_tensors_is_no_version(
@@ -199,7 +200,7 @@ def test_a_corrupt_snapshot_is_named_and_nobody_is_blamed_for_it(
     assert verdict.state == "unverified"
     assert "version 1: " in verdict.reasons[0]
     assert "digest" in verdict.reasons[0]
-    assert not gaps_of(verdicts, Tolerance()).findings
+    assert not gaps_of(verdicts, Settings()).findings
 
 
 def test_an_adapter_is_applied_through_peft(folders: dict[int, Path], models: dict[int, Any], tmp_path: Path) -> None:
@@ -223,4 +224,4 @@ def test_half_precision_is_judged_by_means(folders: dict[int, Path], models: dic
     off = rounded.result.logprobs + np.float32(0.01)  # type: ignore[operator]
     one = Recorded(rounded.result.model_copy(update={"logprobs": off}), rounded.job, 1.0)
     assert states(scored([one], folders)) == ["same"]
-    assert states(scored([one], folders, tolerance=Tolerance(mean=0.005))) == ["differs"]
+    assert states(scored([one], folders, mean_limit=0.005)) == ["differs"]

@@ -8,8 +8,8 @@ import pytest
 from support.engines.remote import RemoteEngine
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, LogprobOptions, SamplingParams
-from rolloutmq.ops.replay import Settings, Weights, recorded
-from rolloutmq.ops.replay.checks import Tolerance, gaps_of, score
+from rolloutmq.ops.replay import Settings, recorded
+from rolloutmq.ops.replay.checks import gaps_of, score
 
 pytestmark = pytest.mark.sglang
 PENALTIES = {"frequency_penalty": 0.7, "presence_penalty": -0.4, "repetition_penalty": 1.5}
@@ -34,7 +34,7 @@ def test_bias_penalties_and_temperature_are_those_of_the_engine(
     ):
         for handle in client.submit_many(jobs):
             client.wait(handle, 60)
-    verdicts = score(recorded(tmp_path), Weights(str(text_model), Settings()))
+    verdicts = score(recorded(tmp_path), Settings(model=str(text_model)))
     assert [verdict.state for verdict in verdicts] == ["same"] * 6, [verdict.reasons for verdict in verdicts]
-    assert gaps_of(verdicts, Tolerance()).findings == ()
+    assert gaps_of(verdicts, Settings()).findings == ()
     assert max(verdict.largest_gap for verdict in verdicts) < 2e-5

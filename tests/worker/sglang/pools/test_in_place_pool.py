@@ -12,7 +12,7 @@ from support.pools.worker_process import WorkerProcess, until_running
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobHandle, SamplingParams, WeightPublisher
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
-from rolloutmq.ops.replay import Recorded, Settings, Weights
+from rolloutmq.ops.replay import Recorded, Settings
 from rolloutmq.ops.replay.checks import score
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -118,6 +118,6 @@ def test_auto_computes_few_tokens_anew_and_switches_under_many(
         assert result.in_place
         assert result.attempt == 1
     samples = [Recorded(result, job, 0.0) for result, job in zip(results, jobs, strict=True)]
-    verdicts = score(samples, Weights(str(versions[0]), Settings(snapshots=tmp_path)))
+    verdicts = score(samples, Settings(model=str(versions[0]), snapshots=tmp_path))
     assert [verdict.state for verdict in verdicts] == ["same"] * RUNNING, [verdict.reasons for verdict in verdicts]
     assert max(verdict.largest_gap for verdict in verdicts) < 1e-5
