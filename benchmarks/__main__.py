@@ -48,14 +48,12 @@ def load(name: str) -> Any:
 def _parameter(one: Field[Any], kind: Any) -> inspect.Parameter:
     settings = dict(one.metadata)
     about, named, argument = settings.pop("about"), settings.pop("name", one.name), settings.pop("argument", False)
-    default = one.default if one.default is not MISSING else None
+    default = one.default if one.default_factory is MISSING else one.default_factory()
     flag = f"--{named.replace('_', '-')}"
     if kind in (float, float | None):
         settings["callback"] = finite
     both = (flag, f"--no{flag[1:]}") if default is True else (flag,)
     info = typer.Argument(help=about) if argument else typer.Option(*both, help=about, **settings)
-    if default is None and one.default is MISSING:
-        kind = kind | None
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default
     )

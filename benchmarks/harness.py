@@ -119,7 +119,7 @@ def host() -> dict[str, Any]:
     load = os.getloadavg()[0]
     with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
         version = client.info("server")["redis_version"]
-    found = {
+    found: dict[str, Any] = {
         "cpu": _cpu_name() or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),

@@ -277,5 +277,7 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
 
 def ratio(blocks: list[dict[str, Any]], unit: str) -> float:
     """The asynchronous blocks' mean rate to that of the synchronous ones."""
-    rates = {name: [block[unit] for block in blocks if block["loop"] == name] for name in ("async", "sync")}
+    rates: dict[str, list[float]] = {
+        name: [block[unit] for block in blocks if block["loop"] == name] for name in ("async", "sync")
+    }
     return round(statistics.mean(rates["async"]) / statistics.mean(rates["sync"]), 3)
