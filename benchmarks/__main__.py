@@ -52,8 +52,8 @@ def _parameter(one: Field[Any], kind: Any) -> inspect.Parameter:
     flag = f"--{named.replace('_', '-')}"
     if kind in (float, float | None):
         settings["callback"] = finite
-    both = (flag, f"--no{flag[1:]}") if default is True else (flag,)
-    info = typer.Argument(help=about) if argument else typer.Option(*both, help=about, **settings)
+    flag += f"/--no{flag[1:]}" if default is True else ""
+    info = typer.Argument(help=about) if argument else typer.Option(flag, help=about, **settings)
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default
     )
