@@ -47,17 +47,11 @@ def test_options_are_the_fields_of_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_p
     ran: list[object] = []
     monkeypatch.setattr("benchmarks.__main__.run", lambda plan, out, quiet: ran.append((plan, out, quiet)))
     out = tmp_path / "o"
-    for arguments in (
-        "sync --no-graphs --rounds 2 --json",
-        "engine --sglang a=1 --sglang b=2",
-        f"engine --max-running 3 --out {out}",
-        "scale fleet.toml --kill 3",
-    ):
+    for arguments in ("sync --no-graphs --json", f"engine --sglang a=1 --out {out}", "scale fleet.toml --kill 3"):
         assert CliRunner().invoke(app, arguments.split()).exit_code == 0
     assert ran == [
-        (sync.Plan(rounds=2, graphs=False), None, True),
-        (engine.Plan(sglang=["a=1", "b=2"]), None, False),
-        (engine.Plan(max_running=3, sglang=[]), out, False),
+        (sync.Plan(graphs=False), None, True),
+        (engine.Plan(sglang=["a=1"]), out, False),
         (scale.Plan(Path("fleet.toml"), kill=3), None, False),
     ]
 

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from benchmarks import harness
-from benchmarks.broker.bench import LEVELS, Plan
+from benchmarks.broker.bench import Plan
 from benchmarks.broker.environments import PEERS, PEERS_PATH, peer_systems, pins
 from benchmarks.broker.turn import System, take_turn
 from benchmarks.parts import BenchFailed
@@ -58,15 +58,11 @@ def test_a_small_run_without_peers(
 
 
 def test_names_are_checked() -> None:
-    def levels(text: str) -> list[str]:
-        return harness.names("--durable", text, LEVELS, none=True)
-
-    assert levels("none") == levels("") == []
-    assert levels(",".join(LEVELS)) == list(LEVELS)
-    for text in ("disk,paper", "none,paper"):
-        with pytest.raises(ConfigError, match=r"--durable .*some of memory, everysec, .*, or none; unknown: .*'paper'"):
-            levels(text)
+    assert harness.names("--peers", "none", PEERS, none=True) == harness.names("--peers", "", PEERS, none=True) == []
     assert harness.names("--peers", "rq, arq", PEERS) == ["rq", "arq"]
+    for text in ("rq,celery", "none,celery"):
+        with pytest.raises(ConfigError, match=r"--peers .*some of rq, arq, taskiq, or none; unknown: .*'celery'"):
+            harness.names("--peers", text, PEERS, none=True)
     with pytest.raises(ConfigError, match="some of rq, arq, taskiq; unknown"):
         harness.names("--peers", "", PEERS)
 
