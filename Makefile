@@ -139,15 +139,15 @@ $(BENCHES): setup
 
 # BENCH='--fast --out out/spread.json' and the like for less.
 bench-spread: setup
-	.venv/bin/python -m benchmarks.spread $(or $(BENCH),--out benchmarks/results/spread-cpu.json)
+	.venv/bin/python -m benchmarks spread $(or $(BENCH),--out benchmarks/results/spread-cpu.json)
 
 # BENCH='--only churn --versions 10' and the like for less.
 bench-fleet-weights: setup
-	.venv/bin/python -m benchmarks.fleet $(or $(BENCH),--out benchmarks/results/fleet-weights-cpu.json)
+	.venv/bin/python -m benchmarks fleet $(or $(BENCH),--out benchmarks/results/fleet-weights-cpu.json)
 
 # BENCH='--contexts 1000 --running 32' and the like for less, --before FOLDER for an older package beside it.
 bench-updates: setup
-	.venv/bin/python -m benchmarks.updates $(or $(BENCH),--out benchmarks/results/updates-cpu.json)
+	.venv/bin/python -m benchmarks updates $(or $(BENCH),--out benchmarks/results/updates-cpu.json)
 
 check: setup
 	@mkdir -p out

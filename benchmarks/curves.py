@@ -1,4 +1,4 @@
-"""Whether an update's mode changes what is learned: `.venv/bin/python -m benchmarks.curves` (benchmarks/README.md).
+"""Whether an update's mode changes what is learned: `python -m benchmarks curves` (benchmarks/README.md).
 
 The task, learner and asynchronous loop of `rolloutmq demo` with two real workers and a new version at every step, once
 in each mode with the same seeds. Nothing is killed. `gap` is the mean difference between the log-probabilities of the
@@ -7,11 +7,11 @@ engine and of the trainer, which computes them anew with the very version that s
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +26,7 @@ from rolloutmq.ops.demo.pool import PoolSettings, Workers
 from rolloutmq.ops.demo.trainer import Trainer
 from rolloutmq.ops.redis import EmbeddedRedis
 
-from .broker.environments import describe_host
+from .harness import Run, option
 
 WORKERS, POINTS = 2, 10
 """Of a curve: each is the mean reward of as many steps."""
@@ -67,24 +67,21 @@ def curve(mode: UpdateMode, seed: int, steps: int, folder: Path) -> dict[str, An
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where the results go, as JSON")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--seeds", type=int, default=3)
-    args = parser.parse_args()
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run."""
+
+    steps: int = option(120, "Of each run.", min=1)
+    seeds: int = option(3, "Runs of each mode.", min=1)
+
+
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """Whether an update's mode changes what is learned: reward curves of the demo's task in each mode."""
     torch.set_num_threads(1)  # the engines need the other cores
     curves: list[dict[str, Any]] = []
-    for seed in range(args.seeds):
-        for mode in get_args(UpdateMode):
-            with tempfile.TemporaryDirectory() as folder:
-                curves.append(curve(mode, seed, args.steps, Path(folder)))
-            print(json.dumps(curves[-1]), flush=True)
-    if args.out is not None:
-        with EmbeddedRedis() as server:
-            host = describe_host(server.url, [])
-        args.out.write_text(json.dumps({"host": host, "torch": torch.__version__, "curves": curves}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    for seed, mode in itertools.product(range(plan.seeds), get_args(UpdateMode)):
+        with tempfile.TemporaryDirectory() as folder:
+            curves.append(curve(mode, seed, plan.steps, Path(folder)))
+        run.say(**curves[-1])
+        run.keep({"curves": curves})
+    return {"curves": curves}

@@ -8,21 +8,16 @@ per second, so that a slow or busy host does not change it.
 from __future__ import annotations
 
 import asyncio
-import json
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from rolloutmq.messages.errors import ConfigError
-from rolloutmq.ops.flags import as_config
+from rolloutmq.ops.flags import as_config, parse_extra
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker.config import WorkerConfig
@@ -33,60 +28,56 @@ from rolloutmq.worker.sglang import SGLangConfig
 from rolloutmq.worker.text import NoTokenizer
 from rolloutmq.worker.worker import Worker
 
+from .harness import Run, option, turns
+from .parts import BenchFailed, Part
 from .sync.shapes import one_shape
 from .watched import Switched, Watching, watching
-from .workload import Workload
+from .workload import Workload, run_client
 
 
-def run_engine_bench(
-    *,
-    model: str | None,
-    shape: str | None,
-    prompts: int,
-    max_running: int,
-    rounds: int,
-    max_new_tokens: int,
-    dtype: str,
-    load_format: str,
-    extra: dict[str, Any],
-    quiet: bool,
-    journals: bool = False,
-    watched: bool = False,
-) -> dict[str, Any]:
-    """Run it and print the last line. Returns the line's content.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure: the tiny model, unless there is a model or a shape."""
 
-    journals: the pool takes each round once more, with a client that writes a journal. watched: and twice more, with
-    metrics and with traces, and CPU time is counted.
-    model: a directory or hub name. shape: name of a shape in sync/shapes.py, with random weights. Without both it is
-    the tiny model. Raises ConfigError if both are given, for an unknown shape, and for a model that is nowhere.
-    """
-    console = Console(stderr=True, quiet=quiet)
-    if model and shape:
-        raise ConfigError(f"--model {model!r}, --shape {shape!r}: one of them")
-    if model:
-        check_model(model)
-    shaped = one_shape(shape) if shape else None
+    model: str | None = option(None, "Default: the tiny model.")
+    shape: str | None = option(None, "Random weights of this shape instead: 0.6b, 4b, 8b, …")
+    prompts: int = option(512, "Prompts per round.", min=1)
+    max_running: int = option(64, "Samples decoded at the same time.", min=1)
+    rounds: int = option(3, "Rounds of each side, taken in turns.", min=1)
+    max_new_tokens: int = option(128, "Longest answer; lengths are spread below it.", min=1)
+    dtype: str = option("auto", "auto, bfloat16, float16 or float32.")
+    sglang: list[str] = option([], "Further SGLang argument, NAME=JSON; repeatable.")
+    journals: bool = option(False, "Also with journals, in turns with turns without: what they cost.")
+    watched: bool = option(False, "Also with metrics, and with traces: what they cost, in CPU time, too.")
+
+
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """Tokens/s through the pool divided by tokens/s of the same engine given the same prompts directly."""
+    if plan.model and plan.shape:
+        raise ConfigError(f"--model {plan.model!r}, --shape {plan.shape!r}: one of them")
+    if plan.model:
+        check_model(plan.model)
+    shaped = one_shape(plan.shape) if plan.shape else None
     with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis() as server:
         if shaped is not None:
             shaped.write(Path(scratch))
-            label, load_format = f"{shaped.name}-shaped", "dummy"
-        elif model is None:
+        elif plan.model is None:
             write_tiny_model(Path(scratch))
-            label = "tiny"
-        else:
-            label = Path(model).name
-        source = model or scratch
         config = as_config(
-            SGLangConfig, model=source, dtype=dtype, max_running=max_running, load_format=load_format, extra=extra
+            SGLangConfig,
+            model=plan.model or scratch,
+            dtype=plan.dtype,
+            max_running=plan.max_running,
+            load_format="dummy" if shaped else "auto",
+            extra=parse_extra(plan.sglang),
         )
-        worker_config = as_config(WorkerConfig, redis_url=server.url, pool="bench", max_running=max_running)
-        folder = str(Path(scratch, "journal")) if journals else ""
-        workload = Workload(prompts, max_new_tokens, vocab_size=32000, journal=folder)
-        redis_pid = server.pid if watched else None
-        compared = _compare(config, worker_config, workload, rounds, console, redis_pid=redis_pid)
-        figures = asyncio.run(compared) | {"model": label}
-    print(json.dumps(figures))
-    return figures
+        worker_config = as_config(WorkerConfig, redis_url=server.url, pool="bench", max_running=plan.max_running)
+        folder = str(Path(scratch, "journal")) if plan.journals else ""
+        workload = Workload(plan.prompts, plan.max_new_tokens, vocab_size=32000, journal=folder)
+        redis_pid = server.pid if plan.watched else None
+        figures = asyncio.run(_compare(config, worker_config, workload, plan.rounds, run, redis_pid=redis_pid))
+    label = Path(plan.model).name if plan.model else f"{shaped.name}-shaped" if shaped else "tiny"
+    return figures | {"model": label}
 
 
 async def _compare(
@@ -94,17 +85,17 @@ async def _compare(
     worker_config: WorkerConfig,
     base: Workload,
     rounds: int,
-    console: Console,
+    run: Run,
     *,
     redis_pid: int | None,
 ) -> dict[str, Any]:
     """redis_pid: given if there are turns with metrics and with traces."""
-    from rolloutmq.worker.sglang.engine import SGLangEngine  # noqa: PLC0415 – imports SGLang
+    from rolloutmq.worker.sglang.engine import SGLangEngine
 
     engine = SGLangEngine(config)
     switched = Switched(engine)
     worker = Worker(worker_config, switched.as_engine(), NoTokenizer())
-    console.print("starting the engine")
+    run.say("starting the engine")
     serving = asyncio.create_task(worker.run())
     stack = AsyncExitStack()
     try:
@@ -125,13 +116,12 @@ async def _compare(
             watch = await stack.enter_async_context(opened)
             sides += watch.SIDES
         rates: dict[str, list[float]] = {side: [] for side in sides}
-        for number in range(rounds):
-            # Every round has other prompts, so no cache has them. The order of the sides changes, so that a host that
-            # gets slower or faster affects both alike.
+        for number, in_turn in turns(sides, rounds):
+            # Every round has other prompts, so no cache has them.
             workload = replace(base, seed=number)
             count = workload.tokens
             tokens.append(count)
-            for side in sides if number % 2 == 0 else reversed(sides):
+            for side in in_turn:
                 if side == "direct":
                     seconds = await _direct(engine, workload)
                 else:
@@ -142,7 +132,7 @@ async def _compare(
                     await engine.operate("flush_cache", {})  # for the other side, which has the same prompts
                 rates[side].append(count / seconds)
             shown = (f"{side} {found[-1]:,.0f} tok/s" for side, found in rates.items())
-            console.print(f"round {number + 1}: {', '.join(shown)}")
+            run.say(f"round {number + 1}: {', '.join(shown)}")
     finally:
         await stack.aclose()
         worker.drain()
@@ -163,7 +153,6 @@ async def _compare(
         "engine": f"{info.name} {info.version}",
         "device": info.device,
         "dtype": info.dtype,
-        "python": platform.python_version(),
     }
 
 
@@ -189,16 +178,10 @@ async def _direct(engine: Engine, workload: Workload) -> float:
 async def _through_pool(config: WorkerConfig, workload: Workload, tokens: int) -> tuple[float, float]:
     """Return a client process's seconds, and its CPU seconds, for all prompts.
 
-    Raises RuntimeError unless `tokens` tokens come back.
+    Raises BenchFailed unless `tokens` tokens come back.
     """
-    command = [sys.executable, "-m", f"{__package__}.workload", config.redis_url, config.pool]
-    process = await asyncio.create_subprocess_exec(
-        *command, json.dumps(asdict(workload)), stdout=asyncio.subprocess.PIPE
-    )
-    output, _ = await process.communicate()
-    if process.returncode:
-        raise RuntimeError(f"the client process ended with {process.returncode}")
-    answer = json.loads(output)
+    with Part(run_client, config.redis_url, config.pool, asdict(workload)) as client:
+        answer = await asyncio.to_thread(client.answer)
     if answer["tokens"] != tokens:
-        raise RuntimeError(f"{answer['tokens']} tokens came back, {tokens} were asked for")
+        raise BenchFailed(f"{answer['tokens']} tokens came back, {tokens} were asked for")
     return float(answer["seconds"]), float(answer["cpu"])

@@ -7,31 +7,23 @@ progress, and how many tokens were generated twice at most.
 from __future__ import annotations
 
 import asyncio
-import json
-import platform
 import random
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from rolloutmq.messages.errors import EngineError
 from rolloutmq.messages.model import RolloutResult, SamplingParams
 from rolloutmq.ops.demo.pool import PoolSettings, Workers
-from rolloutmq.ops.files import check_out
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.producer import Episode, RolloutClient
 
-from . import write_json
+from .harness import Run, option
 
 SYSTEM, TASK, ANSWER, OBSERVATION = 64, 16, 32, 16
 """Tokens of the system prompt, which all episodes share, of each task, each answer, and each observation."""
@@ -41,17 +33,14 @@ START_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodesPlan:
-    """episodes: in all. turns: answers in each. concurrency: episodes at once. lease_s: the workers'. stream: whether
-    answers are jobs with `stream=True`, which are saved about every 50 ms. out: a file for the result.
-    """
+class Plan:
+    """What to run."""
 
-    episodes: int = 200
-    turns: int = 4
-    concurrency: int = 24
-    lease_s: float = 3.0
-    stream: bool = False
-    out: Path | None = None
+    episodes: int = option(200, "Episodes in all.", min=4)
+    turns: int = option(4, "Answers in each.", min=2)
+    concurrency: int = option(24, "Episodes at the same time.", min=2)
+    lease_s: float = option(3.0, "The workers' lease in seconds.", name="lease", min=1.0)
+    stream: bool = option(False, "Save answers under way every 50 ms, as streams do.")
 
 
 @dataclass(slots=True)
@@ -92,36 +81,22 @@ class Talk:
         """Nothing is open."""
 
 
-def run_episodes_bench(plan: EpisodesPlan, *, quiet: bool) -> dict[str, Any]:
-    """Run it, print the last line, and return its content. Raises ConfigError, EngineError."""
-    if plan.out is not None:
-        check_out("--out", plan.out)
-    console = Console(stderr=True, quiet=quiet)
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """Episodes on two workers with the tiny model, one of which is killed: prefix cache, stalls, tokens lost."""
     with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis() as server:
         model = Path(scratch, "model")
         write_tiny_model(model, context=1024)
         half = plan.concurrency // 2  # so that both workers have episodes, whichever is faster
         settings = PoolSettings(server.url, "bench", model, Path(scratch), half, plan.lease_s, prefix_cache=True)
-        with _two(settings) as workers:
-            figures = asyncio.run(_measure(plan, server.url, workers, console))
-    figures["command"] = " ".join(["rolloutmq", *sys.argv[1:]])
-    if plan.out is not None:
-        write_json("--out", plan.out, figures)
-    print(json.dumps(figures))
-    return figures
+        with Workers(settings) as workers:
+            for _ in range(2):
+                workers.start()
+            return asyncio.run(_measure(plan, server.url, workers, run))
 
 
-@contextmanager
-def _two(settings: PoolSettings) -> Iterator[Workers]:
-    with Workers(settings) as workers:
-        workers.start()
-        workers.start()
-        yield workers
-
-
-async def _measure(plan: EpisodesPlan, url: str, workers: Workers, console: Console) -> dict[str, Any]:
+async def _measure(plan: Plan, url: str, workers: Workers, run: Run) -> dict[str, Any]:
     async with RolloutClient(url, "bench") as client:
-        await _both_serve(client, workers, console)
+        await _both_serve(client, workers, run)
         await _play(client, plan, plan.concurrency, seed=1 << 20, clock=Clock(0))  # warms up
         before = await _generated(client, plan, workers)
         clock, began = Clock(int(KILL_AT * plan.episodes * plan.turns)), time.perf_counter()
@@ -131,7 +106,7 @@ async def _measure(plan: EpisodesPlan, url: str, workers: Workers, console: Cons
         undisturbed = list(clock.waits)
         victim = next(iter(workers.all.values()))
         victim.kill()
-        console.print(f"killed {victim.name} after {len(undisturbed)} answers")
+        run.say(f"killed {victim.name} after {len(undisturbed)} answers")
         episodes = await playing
         seconds = time.perf_counter() - began
         ((survivor, after),) = (await _generated(client, plan, workers)).items()
@@ -139,7 +114,7 @@ async def _measure(plan: EpisodesPlan, url: str, workers: Workers, console: Cons
     return _figures(plan, episodes, undisturbed, clock.waits, own) | {"seconds": round(seconds, 1)}
 
 
-async def _generated(client: RolloutClient, plan: EpisodesPlan, workers: Workers) -> dict[str, int]:
+async def _generated(client: RolloutClient, plan: Plan, workers: Workers) -> dict[str, int]:
     """What each living worker has generated. It tells that in its heartbeats, several of which come within a lease."""
     await asyncio.sleep(plan.lease_s)
     # One that had nothing to do when it was killed holds nobody up, and may be listed for a moment longer.
@@ -149,8 +124,8 @@ async def _generated(client: RolloutClient, plan: EpisodesPlan, workers: Workers
     return {it.worker_id: it.generated_tokens for it in found}
 
 
-async def _both_serve(client: RolloutClient, workers: Workers, console: Console) -> None:
-    console.print("starting two workers")
+async def _both_serve(client: RolloutClient, workers: Workers, run: Run) -> None:
+    run.say("starting two workers")
     deadline = time.monotonic() + START_S
     while [it.state for it in await client.workers()].count("serving") < len(workers.all):
         workers.check()
@@ -159,7 +134,7 @@ async def _both_serve(client: RolloutClient, workers: Workers, console: Console)
         await asyncio.sleep(0.1)
 
 
-async def _play(client: RolloutClient, plan: EpisodesPlan, count: int, seed: int, clock: Clock) -> list[Episode]:
+async def _play(client: RolloutClient, plan: Plan, count: int, seed: int, clock: Clock) -> list[Episode]:
     sampling = SamplingParams(max_new_tokens=ANSWER, ignore_eos=True)
     seeds = range(seed, seed + count)
     found = client.episodes(
@@ -173,7 +148,7 @@ async def _play(client: RolloutClient, plan: EpisodesPlan, count: int, seed: int
 
 
 def _figures(
-    plan: EpisodesPlan,
+    plan: Plan,
     episodes: list[Episode],
     undisturbed: list[float],
     waits: list[float],
@@ -207,6 +182,4 @@ def _figures(
         "tokens_twice_at_most": twice,
         "tokens_twice_share_at_most": round(twice / tokens, 4),
         "workers_per_episode_at_most": max(len({it.result.worker_id for it in one.turns}) for one in episodes),
-        "python": platform.python_version(),
-        "sglang": version("sglang"),
     }

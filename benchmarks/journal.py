@@ -1,6 +1,6 @@
 """A journal of a million results: what it takes on disk, how fast it is written, and how soon one job is found in it.
 
-    python -m benchmarks.journal --out benchmarks/results/journal-cpu.json
+    python -m benchmarks journal --out benchmarks/results/journal-cpu.json
 
 Every result has an entry and a job's id of its own. Token ids are drawn as in text (Zipf), and log-probabilities are
 random float32: nothing compresses better than in a run. Cold: a new process, after the kernel dropped the files' pages.
@@ -8,17 +8,12 @@ random float32: nothing compresses better than in a run. Cold: a new process, af
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +23,23 @@ from rolloutmq import RolloutResult, SamplingParams
 from rolloutmq.messages import GenerateJob, Segment, encode, new_id
 from rolloutmq.messages.journal import Journal, read
 
+from .harness import Run, option
+from .parts import Part
+
 KINDS = 4096
 """So many different results are drawn; 100 times a block of the journal, so no block has one twice."""
-BATCH = 256
+BATCH, QUERIES = 256, 9
+TOKENS = 256
+"""Of a result, the median."""
 VOCABULARY = 151_936
-FIND = """
-import json, sys, time
-begun = time.perf_counter()
-from rolloutmq.messages.journal import read
-imported = time.perf_counter()
-found = [entry.event for entry in read(sys.argv[1], job=sys.argv[2], on_problem=print)]
-print(json.dumps([time.perf_counter() - imported, imported - begun, found]))
-"""
 
 
-def drawn(tokens: int) -> list[RolloutResult]:
-    """Results of about so many tokens each, log-normal as in the other benchmarks."""
+def drawn() -> list[RolloutResult]:
+    """Results with log-normal lengths, as in the other benchmarks."""
     rng = np.random.default_rng(0)
     made = []
     for _ in range(KINDS):
-        count = int(np.clip(rng.lognormal(np.log(tokens), 0.5), 1, 8 * tokens))
+        count = int(np.clip(rng.lognormal(np.log(TOKENS), 0.5), 1, 8 * TOKENS))
         ids = np.minimum(rng.zipf(1.2, count), VOCABULARY - 1).astype(np.int32)
         logprobs = -rng.exponential(0.6, count).astype(np.float32)
         split = count // 2
@@ -70,13 +62,13 @@ def drawn(tokens: int) -> list[RolloutResult]:
     return made
 
 
-def written(folder: Path, results: int, tokens: int) -> tuple[dict[str, Any], list[str]]:
+def written(folder: Path, results: int) -> tuple[dict[str, Any], list[str]]:
     """Write the journal. Returns the figures, and ids to look for."""
-    kinds = drawn(tokens)
+    kinds = drawn()
     frames = [encode(one) for one in kinds]
     sizes = [len(one.token_ids) for one in kinds]
     job = GenerateJob(
-        token_ids=list(range(100)), sampling=SamplingParams(max_new_tokens=8 * tokens), reply_to="trainer"
+        token_ids=list(range(100)), sampling=SamplingParams(max_new_tokens=8 * TOKENS), reply_to="trainer"
     )
     some, total = [], 0
     begun, cpu = time.perf_counter(), time.process_time()
@@ -113,10 +105,17 @@ def forgotten(folder: Path) -> None:
 
 def found(folder: Path, job_id: str) -> dict[str, Any]:
     forgotten(folder)
-    shown = subprocess.run([sys.executable, "-c", FIND, folder, job_id], capture_output=True, text=True, check=True)
-    query, imports, events = json.loads(shown.stdout)
+    with Part(find, str(folder), job_id) as process:
+        query, events = process.answer()
     assert events == ["job", "result"], events
-    return {"query_s": round(query, 4), "imports_s": round(imports, 2)}
+    return {"query_s": round(query, 4)}
+
+
+def find(folder: str, job_id: str) -> None:
+    """A new process, which has read nothing yet."""
+    begun = time.perf_counter()
+    events = [entry.event for entry in read(Path(folder), job=job_id)]
+    print(json.dumps([time.perf_counter() - begun, events]))
 
 
 def scanned(folder: Path) -> dict[str, Any]:
@@ -126,42 +125,24 @@ def scanned(folder: Path) -> dict[str, Any]:
     return {"entries": entries, "seconds": round(seconds, 1), "entries_per_s": round(entries / seconds)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=int, default=1_000_000)
-    parser.add_argument("--tokens", type=int, default=256, help="median of a result")
-    parser.add_argument("--queries", type=int, default=9)
-    parser.add_argument("--rounds", type=int, default=1, help="journals that are written, one after the other")
-    parser.add_argument("--folder", type=Path, help="where the journal is made for the time being; default: TMPDIR")
-    parser.add_argument(
-        "--host", default=f"{os.cpu_count()} cores, {platform.system()}", help="words about the machine"
-    )
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    rounds = []
-    for _ in range(asked.rounds):
-        with tempfile.TemporaryDirectory(dir=asked.folder) as place:
-            figures, some = written(Path(place), asked.results, asked.tokens)
-            ids = [some[number * len(some) // asked.queries] for number in range(asked.queries)]
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to write."""
+
+    results: int = option(1_000_000, "Of a journal.", min=1)
+    rounds: int = option(1, "Journals that are written, one after the other.", min=1)
+
+
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """A journal of many results: bytes for each token, the rate of writing, and how soon one job is found."""
+    rounds: list[dict[str, Any]] = []
+    for _ in range(plan.rounds):
+        with tempfile.TemporaryDirectory() as place:
+            figures, some = written(Path(place), plan.results)
+            run.say(**figures)
+            ids = [some[number * len(some) // QUERIES] for number in range(QUERIES)]
             queries = [found(Path(place), job_id) for job_id in ids]
             seconds = [one["query_s"] for one in queries]
             told = {"median_s": statistics.median(seconds), "slowest_s": max(seconds), "each": queries}
             rounds.append({"written": figures, "cold_query_by_job_id": told, "scan": scanned(Path(place))})
-    versions = {name: importlib.metadata.version(name) for name in ("msgpack", "numpy", "zstandard")}
-    result = {
-        "what": "a journal of results: bytes per token, write rate, cold query by job id",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "host": asked.host,
-        "versions": {"python": platform.python_version()} | versions,
-        "command": f"python -m benchmarks.journal --results {asked.results} --rounds {asked.rounds}",
-        "tokens": f"log-normal around {asked.tokens}",
-        "rounds": rounds,
-    }
-    text = json.dumps(result, indent=2) + "\n"
-    print(text, end="")
-    if asked.out is not None:
-        asked.out.write_text(text)
-
-
-if __name__ == "__main__":
-    main()
+    return {"tokens": f"log-normal around {TOKENS}", "rounds": rounds}

@@ -1,6 +1,6 @@
 """An asynchronous training loop beside a synchronous one: the same model, prompts, lengths and update, in one run.
 
-    python -m benchmarks.overlap --shape 0.6b --device cuda --out benchmarks/results/overlap-2xh200.json
+    python -m benchmarks overlap --shape 0.6b --device cuda --out benchmarks/results/overlap-2xh200.json
 
 The trainer has the first GPU, one worker with SGLang the second. Both loops do what a reinforcement learning loop does:
 they take `--prompts` groups of `--samples` samples, learn from them (truncated importance sampling), and publish the
@@ -14,22 +14,15 @@ loops get the same prompts. They alternate (sync, async, async, sync), so that a
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import itertools
-import json
-import os
-import platform
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +32,15 @@ from rolloutmq import BlockingRolloutClient, GenerateJob, RolloutResult, Samplin
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.worker.cpu_support import prepare_transformers
 
+from .harness import Run, option
 from .sync.shapes import one_shape
+from .workers import working
 
 PROMPT_TOKENS = 64
+TAIL = 0.8
+"""Sigma of the lengths' log-normal distribution."""
+TOKENS_PER_PASS = 16384
+"""Of a forward and backward pass, padded."""
 TRUNCATE = 2.0
 LOOK_MS = 100
 ON_GPU = (
@@ -81,23 +80,23 @@ class Busy:
 class Learner:
     """The trainer's model, from random weights in bfloat16, and one optimiser step on a batch."""
 
-    def __init__(self, folder: Path, device: str, tokens_per_pass: int) -> None:
+    def __init__(self, folder: Path, device: str) -> None:
         prepare_transformers()
-        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 – after its preparation
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
         with torch.device(device):
             self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-        self.device, self.tokens_per_pass = device, tokens_per_pass
+        self.device = device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=device != "cpu")
 
     def step(self, groups: list[list[RolloutResult]]) -> None:
-        """Learn from groups of samples, in passes of at most `tokens_per_pass` tokens with their padding."""
+        """Learn from groups of samples, in passes of at most TOKENS_PER_PASS tokens with their padding."""
         scored = [(result, advantage) for group in groups for result, advantage in with_advantages(group)]
         scored.sort(key=lambda pair: len(pair[0].token_ids))
         while scored:
             longest = PROMPT_TOKENS + len(scored[-1][0].token_ids)
-            fitting = max(1, self.tokens_per_pass // longest)
+            fitting = max(1, TOKENS_PER_PASS // longest)
             self._learn(scored[-fitting:])
             del scored[-fitting:]
         self.optimizer.step()
@@ -132,18 +131,19 @@ def with_advantages(group: list[RolloutResult]) -> Iterator[tuple[RolloutResult,
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    given: argparse.Namespace
+    given: Plan
     url: str
     learner: Learner
     publisher: WeightPublisher
     busy: Busy
+    vocabulary: int
 
     def jobs(self, seed: int) -> Iterator[GenerateJob]:
         draw = random.Random(seed)
         for _ in itertools.count():
-            tokens = max(1, min(self.given.most, round(self.given.tokens * draw.lognormvariate(0.0, self.given.tail))))
+            tokens = max(1, min(self.given.most, round(self.given.tokens * draw.lognormvariate(0.0, TAIL))))
             yield GenerateJob(
-                token_ids=[draw.randrange(self.given.vocabulary) for _ in range(PROMPT_TOKENS)],
+                token_ids=[draw.randrange(self.vocabulary) for _ in range(PROMPT_TOKENS)],
                 n=self.given.samples,
                 sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True),
                 min_version=self.publisher.last_version,
@@ -233,89 +233,51 @@ class Clock:
         }
 
 
-def start_worker(folder: Path, url: str, given: argparse.Namespace) -> subprocess.Popen[bytes]:
-    on_gpu = given.device != "cpu"
-    options = ["--dtype", "bfloat16", "--max-running", str(given.max_running), "--load-format", "dummy"]
-    for setting in ON_GPU if on_gpu else ("max_total_tokens=32768",):
-        options += ["--sglang", setting]
-    command = [sys.executable, "-m", "rolloutmq.ops.entry", "worker", "--model", str(folder), "--redis", url, *options]
-    return subprocess.Popen(command, env=os.environ | ({"CUDA_VISIBLE_DEVICES": "1"} if on_gpu else {}))
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run."""
+
+    shape: str = option("tiny", "One of `python -m benchmarks sync --shapes`.")
+    device: str = option("cpu", "cpu, or cuda, which takes two GPUs.")
+    prompts: int = option(32, "Groups of a batch.", min=1)
+    samples: int = option(8, "Samples of a group.", min=1)
+    tokens: int = option(512, "Median length of a sample.", min=1)
+    most: int = option(3072, "Where that distribution ends.", min=1)
+    eta: int = option(4, "Bound of the asynchronous loop's staleness.", min=0)
+    max_running: int = option(512, "Samples that the engine runs at a time.", min=1)
+    warm: int = option(2, "Steps of each block that do not count.", min=1)
+    steps: int = option(8, "Steps of each block that count.", min=1)
 
 
-def run(given: argparse.Namespace) -> dict[str, Any]:
-    """Returns what is written to the file."""
-    shape = one_shape(given.shape)
-    given.vocabulary = shape.vocab - 2
-    blocks: list[dict[str, Any]] = []
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """An asynchronous training loop beside a synchronous one, with the same model, prompts, lengths and update."""
+    shape, blocks, on_gpu = one_shape(plan.shape), list[dict[str, Any]](), plan.device != "cpu"
+    options = ["--dtype=bfloat16", f"--max-running={plan.max_running}", "--load-format=dummy"]
+    options += (f"--sglang={setting}" for setting in (ON_GPU if on_gpu else ("max_total_tokens=32768",)))
     with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis() as redis:
-        shape.write(Path(scratch))
-        worker = start_worker(Path(scratch), redis.url, given)
-        try:
-            learner = Learner(Path(scratch), "cpu" if given.device == "cpu" else "cuda:0", given.tokens_per_pass)
-            busy = Busy()
-            if given.device != "cpu":
+        folder = Path(scratch)
+        shape.write(folder)
+        with working(folder, redis.url, folder / "worker.log", *options, gpu="1" if on_gpu else "") as worker:
+            learner, busy = Learner(folder, "cuda:0" if on_gpu else "cpu"), Busy()
+            if on_gpu:
                 busy.watch()
             with BlockingRolloutClient(redis.url) as client:
-                while not client.workers():
-                    assert worker.poll() is None, "the worker has ended"
-                    time.sleep(0.5)
+                worker.until_serving(client)
             with WeightPublisher(redis.url) as publisher:
-                loops = Loops(given, redis.url, learner, publisher, busy)
+                loops = Loops(plan, redis.url, learner, publisher, busy, shape.vocab - 2)
                 loops.publish_and_wait()
                 for name, seed in (("sync", 0), ("async", 0), ("async", 1), ("sync", 1)):
                     told = loops.sync(seed) if name == "sync" else loops.asynchronous(seed)
                     blocks.append({"loop": name, **told})
-                    print(json.dumps(blocks[-1]), flush=True)
-                    write(given, blocks)
-        finally:
-            worker.kill()
-            worker.wait()
-    return summary(given, blocks)
+                    run.say(**blocks[-1])
+                    run.keep({"blocks": blocks})
+    units = ("samples_per_s", "tokens_per_s")
+    return {"async_to_sync": {unit: ratio(blocks, unit) for unit in units}, "blocks": blocks}
 
 
-def summary(given: argparse.Namespace, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "sglang", "transformers")}
-    return {
-        "what": "benchmarks/overlap.py",
-        "date": datetime.now(UTC).date().isoformat(),
-        "host": given.host,
-        "versions": versions | {"python": platform.python_version()},
-        "command": " ".join(["python", "benchmarks/overlap.py", *sys.argv[1:]]),
-        "async_to_sync": {unit: ratio(blocks, unit) for unit in ("samples_per_s", "tokens_per_s")},
-        "blocks": blocks,
+def ratio(blocks: list[dict[str, Any]], unit: str) -> float:
+    """The asynchronous blocks' mean rate to that of the synchronous ones."""
+    rates: dict[str, list[float]] = {
+        name: [block[unit] for block in blocks if block["loop"] == name] for name in ("async", "sync")
     }
-
-
-def ratio(blocks: list[dict[str, Any]], unit: str) -> float | None:
-    """The asynchronous blocks' mean rate to that of the synchronous ones; None until there is one of each."""
-    rates = {name: [block[unit] for block in blocks if block["loop"] == name] for name in ("async", "sync")}
-    return round(statistics.mean(rates["async"]) / statistics.mean(rates["sync"]), 3) if all(rates.values()) else None
-
-
-def write(given: argparse.Namespace, blocks: list[dict[str, Any]]) -> None:
-    given.out.write_text(json.dumps(summary(given, blocks), indent=2) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default="tiny", help="one of `python -m benchmarks sync --shapes`")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda takes two GPUs")
-    parser.add_argument("--prompts", type=int, default=32, help="groups of a batch")
-    parser.add_argument("--samples", type=int, default=8, help="samples of a group")
-    parser.add_argument("--tokens", type=int, default=512, help="median length of a sample")
-    parser.add_argument("--tail", type=float, default=0.8, help="sigma of the lengths' log-normal distribution")
-    parser.add_argument("--most", type=int, default=3072, help="where that distribution ends")
-    parser.add_argument("--eta", type=int, default=4, help="bound of the asynchronous loop's staleness")
-    parser.add_argument("--max-running", type=int, default=512, help="samples that the engine runs at a time")
-    parser.add_argument("--tokens-per-pass", type=int, default=16384, help="of a forward and backward pass, padded")
-    parser.add_argument("--warm", type=int, default=2, help="steps of each block that do not count")
-    parser.add_argument("--steps", type=int, default=8, help="steps of each block that count")
-    parser.add_argument("--host", default=f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, no GPU")
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    found = run(given)
-    print(json.dumps(found["async_to_sync"]))
-
-
-if __name__ == "__main__":
-    main()
+    return round(statistics.mean(rates["async"]) / statistics.mean(rates["sync"]), 3)

@@ -1,7 +1,7 @@
 """A pool's run is recorded, and then generated again token by token: how many samples come out the same?
 
-    python -m benchmarks.replay --jobs 1000 --out benchmarks/results/replay-cpu.json
-    python -m benchmarks.replay --jobs 200 --shape 0.6b --out benchmarks/results/replay-h200.json
+    python -m benchmarks replay --jobs 1000 --out benchmarks/results/replay-cpu.json
+    python -m benchmarks replay --jobs 200 --shape 0.6b --out benchmarks/results/replay-h200.json
 
 Two real workers with deterministic engines serve a pool. Its jobs use what has an influence on tokens: groups, stops,
 grammars, biases, penalties, logit processors, tools, sessions, texts and chats. While they run, weights are
@@ -11,10 +11,8 @@ workers are gone, and an engine in this process replays the journal as `rolloutm
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -26,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rolloutmq import GenerateJob, RolloutClient, WeightPublisher
 from rolloutmq.messages.journal import Journal
@@ -37,7 +35,8 @@ from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.replay import Recorded, Settings, recorded, replay_tokens, summary
 from rolloutmq.ops.tiny_model import write_tiny_model
 
-from .sync.shapes import one_shape
+from .harness import Run, option
+from .sync.shapes import one_shape, write_random
 
 TEXT = "text"
 LONGS = 2
@@ -105,17 +104,10 @@ class Pool:
 
 def write_model(folder: Path, shape: str) -> None:
     """A checkpoint with random weights and a tokenizer of bytes."""
-    write_tiny_model(folder, dtype="float32", context=4096)
     if shape == TEXT:
-        return
-    described = one_shape(shape)
-    described.write(folder)
-    random = torch.Generator().manual_seed(0)
-    tensors = {}
-    for name, size in described.tensors():
-        drawn = torch.randn(size, generator=random) * 0.02 if len(size) > 1 else torch.ones(size)
-        tensors[name] = drawn.to(torch.bfloat16)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        write_tiny_model(folder, dtype="float32", context=4096)
+    else:
+        write_random(one_shape(shape), folder)
 
 
 def weights_of(model: Path, version: int) -> dict[str, torch.Tensor]:
@@ -153,10 +145,10 @@ def long_job(number: int, tokens: int) -> GenerateJob:
     )
 
 
-class Run:
+class Recording:
     """The recorded run: jobs, and what happens to the pool meanwhile."""
 
-    def __init__(self, arguments: argparse.Namespace, pool: Pool, folder: Path, workers: list[WorkerProcess]) -> None:
+    def __init__(self, arguments: Plan, pool: Pool, folder: Path, workers: list[WorkerProcess]) -> None:
         self.arguments, self.pool, self.folder, self.workers = arguments, pool, folder, workers
 
     async def record(self) -> None:
@@ -250,28 +242,24 @@ def covered(samples: list[Recorded]) -> dict[str, int]:
     }
 
 
-def main() -> None:
-    """Record, replay, print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=100)
-    parser.add_argument("--shape", default=TEXT, help=f"{TEXT}, a tiny model in float32, or one of `benchmarks sync`")
-    parser.add_argument("--long", type=int, default=3000, help="most tokens of jobs that run while something happens")
-    parser.add_argument("--sglang", action="append", default=[], help="NAME=JSON of SGLang, for workers and replay")
-    parser.add_argument("--folder", type=Path, help="keep model, journal and snapshots here")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--host", default="", help="what the result says about this machine")
-    arguments = parser.parse_args()
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="replay-"))
-    told = measure(arguments, folder)
-    if arguments.folder is None:
-        shutil.rmtree(folder)
-    text = json.dumps(told, indent=1)
-    if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
-    print(text)
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is recorded."""
+
+    jobs: int = option(100, "Of all kinds, in turns.", min=16)
+    shape: str = option(TEXT, f"{TEXT}, a tiny model in float32, or one of `benchmarks sync`.")
+    long: int = option(3000, "Most tokens of jobs that run while something happens.", min=1)
+    sglang: list[str] = option([], "NAME=JSON of SGLang, for workers and replay; repeatable.")
+    folder: Path | None = option(None, "Keep model, journal and snapshots here.")
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """A pool's run is recorded, and then generated again token by token: how many samples come out the same."""
+    with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
+        return _measure(plan, plan.folder or Path(scratch))
+
+
+def _measure(arguments: Plan, folder: Path) -> dict[str, Any]:
     model, gpu = folder / "model", torch.cuda.is_available()
     write_model(model, arguments.shape)
     dtype = "float32" if arguments.shape == TEXT else "bfloat16"
@@ -280,7 +268,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         pool = Pool(server.url, model, folder, dtype, arguments.sglang, gpu)
         workers = [WorkerProcess(f"worker-{number}", pool) for number in range(2)]
         try:
-            asyncio.run(Run(arguments, pool, folder, workers).record())
+            asyncio.run(Recording(arguments, pool, folder, workers).record())
         finally:
             for worker in workers:
                 worker.dispose()
@@ -290,7 +278,6 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     verdicts = replay_tokens(samples, Settings(model=str(model), snapshots=folder / "snapshots", engine=settings))
     ended = time.monotonic()
     return {
-        "host": arguments.host,
         "shape": arguments.shape,
         "jobs": len({sample.result.job_id for sample in samples}),
         "kinds": dict(Counter(str(sample.result.metadata["kind"]) for sample in samples)),
@@ -301,7 +288,3 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "recorded_s": round(recorded_at - began, 1),
         "replayed_s": round(ended - recorded_at, 1),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
-"""A trainer and a pool without either: what a bound on staleness costs and gains, computed in virtual time.
+"""`python -m benchmarks staleness`: what a bound on staleness costs and gains, computed in virtual time.
 
-The rules are the real ones: `Staleness` and `Books` decide, as in a feed. Only generation and training are durations.
+There is neither a trainer nor a pool. The rules are the real ones: `Staleness` and `Books` decide, as in a feed. Only
+generation and training are durations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from rolloutmq.messages.errors import InvalidField
+from rolloutmq.ops.cli.options import ids
+from rolloutmq.ops.files import check_out, writing
 from rolloutmq.producer.training import Books, Measured, Staleness
+
+from . import harness
+from .harness import option
 
 WARM_UP = 0.1
 """Share of the steps that the figures leave out: a run begins with an empty pool."""
@@ -252,34 +258,58 @@ def sweep(shape: Shape, etas: Sequence[int], on_stale: Any, steps: int, seed: in
     return [simulate(shape, Staleness(eta, shape.batch_size, on_stale), steps, seed) for eta in etas]
 
 
-def as_state(shapes: dict[str, Shape], found: dict[str, list[Outcome]], **given: Any) -> dict[str, Any]:
-    """For `--json`."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to compare. Whatever of a Shape is given takes the place of the scenarios' own."""
+
+    etas: str = option("0,1,2,4,8", "Bounds to compare, with commas.")
+    scenario: str = option("all", "balanced, slow-trainer, slow-pool, heavy-tail, or all of them.")
+    on_stale: str = option("drop", "drop, mark or wait.")
+    training_steps: int = option(200, "Of each run.", min=2, max=100_000)
+    seed: int = option(0, "Of the lengths.", min=0)
+    slots: int | None = option(None, "Samples that the pool generates at once.")
+    tokens_per_s: float | None = option(None, "Of one sample.")
+    tokens: int | None = option(None, "Median length of a sample.", name="median-tokens")
+    tail: float | None = option(None, "Sigma of the lengths' log-normal distribution.")
+    step_s: float | None = option(None, "Seconds of training on one batch.")
+    sync_s: float | None = option(None, "Seconds without generation at an update.")
+    transfer_s: float | None = option(None, "Seconds from an update until the pool has it.")
+    batch_size: int | None = option(None, "Samples of a step.")
+    group: int | None = option(None, "Samples of a prompt.", name="samples")
+    plot: Path | None = option(None, "Write a PNG here; needs the extra `demo`.")
+
+
+def measure(plan: Plan, run: harness.Run) -> dict[str, Any]:
+    """Throughput, idle time and staleness against the bound eta, for slow trainers, slow pools and long samples."""
+    if plan.plot is not None:
+        check_out("--plot", plan.plot)
+    if plan.scenario not in (*SHAPES, "all"):
+        raise InvalidField("--scenario", plan.scenario, f"all, or one of {', '.join(SHAPES)}")
+    etas = ids("--etas", plan.etas, "bounds such as 0,1,4")
+    own: dict[str, Any] = {name: value for name in LIMITS if (value := getattr(plan, name, None)) is not None}
+    shapes = {name: replace(shape, **own) for name, shape in SHAPES.items() if plan.scenario in (name, "all")}
+    found: dict[str, list[Outcome]] = {}
+    for name, shape in shapes.items():
+        found[name] = sweep(shape, etas, plan.on_stale, plan.training_steps, plan.seed)
+        for outcome in found[name]:
+            run.say(f"{name}:", **{field: round(value, 3) for field, value in asdict(outcome).items()})
+    if plan.plot is not None:
+        with writing("--plot", plan.plot):
+            plan.plot.parent.mkdir(parents=True, exist_ok=True)
+            draw(plan.plot, found, f"on_stale={plan.on_stale}, {plan.training_steps} steps, seed {plan.seed}")
     scenarios = {
         name: {"shape": asdict(shape), "outcomes": [asdict(one) for one in found[name]]}
         for name, shape in shapes.items()
     }
-    return {**given, "scenarios": scenarios}
-
-
-def as_lines(found: dict[str, list[Outcome]]) -> list[str]:
-    """For people."""
-    lines: list[str] = []
-    for name, outcomes in found.items():
-        lines += [f"{name}:", "   eta  samples/s  trainer idle  pool idle  staleness   max  dropped  length"]
-        lines += [
-            f"{it.eta:>6}{it.samples_per_s:>11.2f}{it.trainer_idle:>14.1%}{it.pool_idle:>11.1%}{it.staleness:>11.2f}"
-            f"{it.max_staleness:>6}{it.dropped:>9.1%}{it.length:>8.2f}"
-            for it in outcomes
-        ]
-    return lines
+    return {"on_stale": plan.on_stale, "steps": plan.training_steps, "seed": plan.seed, "scenarios": scenarios}
 
 
 def draw(path: Path, found: dict[str, list[Outcome]], title: str) -> None:
     """Write a PNG: throughput, idle shares and staleness against eta."""
-    import matplotlib  # noqa: PLC0415 – a second of imports, only for a plot
+    import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
+    from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(4, len(found), figsize=(3.6 * len(found), 11), sharex="col", layout="constrained")
     figure.suptitle(title)

@@ -28,8 +28,8 @@ def traces_on() -> Iterator[None]:
 
 def _provider() -> TracerProvider:
     try:
-        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415 – an extra
-        from opentelemetry.sdk.trace.export import (  # noqa: PLC0415
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import (
             BatchSpanProcessor,
             SpanExporter,
             SpanExportResult,

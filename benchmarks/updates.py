@@ -11,19 +11,17 @@ With "auto" the samples of one case are rebuilt by an own forward pass afterward
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,8 +41,10 @@ from rolloutmq.messages.errors import WaitTimeout
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 
-from .broker.environments import describe_host
+from .harness import Run, option
+from .parts import Part
 from .sync.shapes import one_shape
+from .workers import working
 
 MODES = ("resume", "in_place", "auto")
 CASE_S, VERSIONS, LONGEST = 10.0, 2.5, 3.0
@@ -104,24 +104,15 @@ class Side:
         self.kept: list[tuple[GenerateJob, list[RolloutResult]]] = []
 
     @contextmanager
-    def worker(self, command: list[str]) -> Iterator[None]:
-        environment = dict(os.environ)
+    def worker(self, log: Path, *options: str) -> Iterator[None]:
+        gpu = ""
         if self.trainer.on_gpu:
             every = [str(number) for number in range(torch.cuda.device_count())]
-            environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every)).split(",")[-1]
-        with tempfile.TemporaryFile("w+") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-            try:
-                with BlockingRolloutClient(self.url) as client:
-                    while not any(worker.state == "serving" for worker in client.workers()):
-                        if process.poll() is not None:
-                            log.seek(0)
-                            raise SystemExit(log.read()[-3000:])
-                        time.sleep(0.2)
-                yield
-            finally:
-                process.terminate()
-                process.wait(60)
+            gpu = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every)).split(",")[-1]
+        with working(self.model, self.url, log, *options, gpu=gpu) as worker:
+            with BlockingRolloutClient(self.url) as client:
+                worker.until_serving(client)
+            yield
 
     def measure(self, load: Load, waves: int, wave_s: float, *, keep: bool = False) -> dict[str, Any]:
         """Tokens per second of this load, in so many waves, which take `wave_s` each without updates.
@@ -190,8 +181,8 @@ class Side:
 
     def rebuilt(self) -> dict[str, Any]:
         """The kept samples' tokens beside an own forward pass of the versions they name."""
-        from rolloutmq.ops.replay import Recorded, Settings  # noqa: PLC0415
-        from rolloutmq.ops.replay.checks.score import score  # noqa: PLC0415
+        from rolloutmq.ops.replay import Recorded, Settings
+        from rolloutmq.ops.replay.checks.score import score
 
         samples = [Recorded(result, job, 0.0) for job, results in self.kept for result in results]
         verdicts = score(samples, Settings(model=str(self.model), snapshots=self.snapshots))
@@ -225,24 +216,23 @@ def measure_load(
         still = (before["tokens_per_s"] + after["tokens_per_s"]) / 2
         for case in [before | {"every_s": every_s}, *cases, after | {"every_s": every_s}]:
             case["ratio"] = round(case["tokens_per_s"] / still, 3)
-            print(json.dumps(case), file=sys.stderr if older else sys.stdout, flush=True)
+            print(json.dumps(case), file=sys.stderr, flush=True)
             yield case
         before = after
 
 
-def run_side(args: argparse.Namespace, model: Path) -> Iterator[list[dict[str, Any]]]:
+def run_side(plan: Plan, model: Path, *, older: bool = False) -> Iterator[list[dict[str, Any]]]:
     """What has been measured, after each load."""
     found: list[dict[str, Any]] = []
     with EmbeddedRedis() as server:
-        side = Side(model, server.url, Trainer(model, args.shape))
-        run = "from rolloutmq.ops.entry import main; main()"
-        told = ["--redis", server.url, "--model", str(model), *args.worker.split()]
-        with side.worker([sys.executable, "-c", run, "worker", *told]):
-            for context, running in (map(int, pair.split(":")) for pair in args.loads.split(",")):
-                if args.side and context != BEFORE:
+        side = Side(model, server.url, Trainer(model, plan.shape))
+        with side.worker(model / "worker.log", *plan.worker.split()):
+            for context, running in (map(int, pair.split(":")) for pair in plan.loads.split(",")):
+                if older and context != BEFORE:
                     continue
-                none, intervals = Load(context, running, args.new_tokens), [*map(float, args.every.split(","))]
-                found += measure_load(side, none, intervals, args.modes.split(","), older=args.side)
+                none, intervals = Load(context, running, plan.new_tokens), [*map(float, plan.every.split(","))]
+                modes = ["resume"] if older else plan.modes.split(",")
+                found += measure_load(side, none, intervals, modes, older=older)
                 yield found
         if side.kept:
             yield [*found, {"rebuilt": side.rebuilt()}]
@@ -257,58 +247,35 @@ def write_model(folder: Path, shape: str) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where the results go, as JSON")
-    parser.add_argument(
-        "--loads",
-        default="100:8,100:32,1000:8,1000:32,3000:8,3000:32",
-        help="tokens of the prompts, and samples at once",
-    )
-    parser.add_argument("--every", default="0.25,1,5", help="seconds between versions")
-    parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--new-tokens", type=int, default=200)
-    parser.add_argument("--shape", default="", help="as of `python -m benchmarks sync`; needs a GPU")
-    parser.add_argument(
-        "--worker",
-        default="--dtype float32 --max-total-tokens 131072 --device cpu",
-        help="further arguments of the worker",
-    )
-    parser.add_argument("--before", type=Path, help="folder that has an older package `rolloutmq`")
-    parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)  # this is the older one's process
-    args = parser.parse_args()
-    with EmbeddedRedis() as server:
-        host = {"host": describe_host(server.url, []), "torch": torch.__version__, "command": sys.argv[1:]}
-    now: list[dict[str, Any]] = []
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    loads: str = option("100:8,100:32,1000:8,1000:32,3000:8,3000:32", "Tokens of the prompts, and samples at once.")
+    every: str = option("0.25,1,5", "Seconds between versions.")
+    modes: str = option(",".join(MODES), f"Some of {','.join(MODES)}.")
+    new_tokens: int = option(200, "Of a sample.", min=1)
+    shape: str = option("", "As of `python -m benchmarks sync`; needs a GPU.")
+    worker: str = option("--dtype float32 --max-total-tokens 131072 --device cpu", "Further arguments of the worker.")
+    before: Path | None = option(None, "Folder that has an older package `rolloutmq`.")
+
+
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """What updates cost a worker that runs samples: tokens/s with versions over those without, in each mode."""
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), args.shape)
-        for now in run_side(args, Path(folder)):
-            if args.out is not None:
-                args.out.write_text(json.dumps(host | {"now": now}, indent=1) + "\n")
-    if args.side:
-        print(json.dumps(now))
-    if args.before is None:
-        return
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.updates",
-        "--side",
-        "--loads",
-        args.loads,
-        "--every",
-        args.every,
-        "--modes",
-        "resume",
-        "--worker",
-        args.worker,
-    ]
-    older = os.environ | {"PYTHONPATH": str(args.before)}
-    ran = subprocess.run(command, env=older, stdout=subprocess.PIPE, check=True)
-    before = json.loads(ran.stdout.splitlines()[-1])
-    if args.out is not None:
-        args.out.write_text(json.dumps(host | {"now": now, "before": before}, indent=1) + "\n")
+        write_model(Path(folder), plan.shape)
+        for found["now"] in run_side(plan, Path(folder)):
+            run.keep(found)
+    if plan.before is not None:
+        with Part(run_older, asdict(replace(plan, shape="", before=None)), path=str(plan.before)) as older:
+            found["before"] = older.answer()
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def run_older(plan: dict[str, Any]) -> None:
+    """The process of the older package: it prints what has been measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), "")
+        *_, found = run_side(Plan(**plan), Path(folder), older=True)
+    print(json.dumps(found))

@@ -1,14 +1,14 @@
-"""The prompts of a benchmark, the same for every side, and its client: `python -m … URL POOL WORKLOAD-JSON`."""
+"""The prompts of a benchmark, the same for every side, and its client."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from rolloutmq.messages.model import GenerateJob, RolloutResult, SamplingParams
 from rolloutmq.producer.client import RolloutClient
@@ -50,13 +50,17 @@ class Workload:
         return sum(job.sampling.max_new_tokens for job in self.jobs())
 
 
-async def run_client(url: str, pool: str, workload: Workload) -> dict[str, float]:
-    """Submit all jobs and take all results.
+def run_client(url: str, pool: str, workload: dict[str, Any]) -> None:
+    """A client's process: it submits all jobs and takes all results, and prints what they took."""
+    given = Workload(**workload)
+    with traces_on() if given.traces else nullcontext():
+        print(json.dumps(asyncio.run(_run(url, pool, given))))
 
-    Returns tokens, and seconds and CPU seconds from the first submission to the last result.
-    """
+
+async def _run(url: str, pool: str, workload: Workload) -> dict[str, float]:
+    """Returns tokens, and seconds and CPU seconds from the first submission to the last result."""
     jobs = workload.jobs()
-    tokens = samples = 0
+    tokens = 0
     async with RolloutClient(url, pool, journal=workload.journal or None) as client:
         began, cpu = time.perf_counter(), time.process_time()
         await client.submit_many(jobs)
@@ -64,13 +68,5 @@ async def run_client(url: str, pool: str, workload: Workload) -> dict[str, float
             if not isinstance(outcome, RolloutResult):
                 raise SystemExit(str(outcome))
             tokens += len(outcome.token_ids)
-            samples += 1
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    return {"tokens": tokens, "samples": samples, "seconds": seconds, "cpu": cpu}
-
-
-if __name__ == "__main__":
-    url, pool, spec = sys.argv[1:]
-    given = Workload(**json.loads(spec))
-    with traces_on() if given.traces else nullcontext():
-        print(json.dumps(asyncio.run(run_client(url, pool, given))))
+    return {"tokens": tokens, "seconds": seconds, "cpu": cpu}

@@ -1,6 +1,6 @@
 """How long Redis is busy with one call of each script, in a pool as large as any, when the call does all that it may.
 
-    python -m benchmarks.worst_calls --out benchmarks/results/worst-calls-cpu.json
+    python -m benchmarks worst-calls --out benchmarks/results/worst-calls-cpu.json
 
 The pool has 1,000 workers, 200,000 queued jobs and 5,000 clients, one of them with 40,000 open jobs. The calls are the
 broker's own, with records as it writes them and payloads that nobody decodes. A call's time is what the slow log says,
@@ -11,7 +11,6 @@ and `slowest_ms` that of all rounds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -19,7 +18,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
@@ -39,7 +38,7 @@ from rolloutmq.sync.transfer import Holder, Ledger, TransferReport
 from rolloutmq.worker.lease.batches import MAX_BATCH
 from rolloutmq.worker.lease.claims import MAX_JOBS
 
-from .broker.environments import describe_host
+from .harness import Run, option
 
 POOL = "worst"
 LIMIT_MS = 20.0
@@ -361,16 +360,23 @@ def looking(pool: Pool) -> None:
     pool.watch("broker.open_jobs", lambda redis: Broker(redis, POOL).open_jobs("late"))
 
 
-def worst(size: float, rounds: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much to do."""
+
+    size: float = option(1.0, "Of the population, for a trial.", min=0.001, max=1.0)
+    rounds: int = option(3, "The best one counts.", min=1)
+
+
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """How long Redis is busy with one call of each script that does all that it may, in a pool as large as any."""
     with EmbeddedRedis() as server:
-        host = describe_host(server.url, [])
-        pool = Pool(server.url, size)
-        began = time.monotonic()
+        pool = Pool(server.url, plan.size)
         fill(pool)
         queued = sum(pool.redis.zcard(key) for key in pool.keys.queues) + sum(map(pool.redis.zcard, pool.keys.later))
         memory = pool.redis.info("memory")["used_memory"] / 1e9
-        print(f"{queued} jobs queued, {memory:.1f} GB, {time.monotonic() - began:.0f} s", flush=True)
-        for _ in range(rounds):
+        run.say(f"{queued} jobs queued, {memory:.1f} GB")
+        for _ in range(plan.rounds):
             pool.costs.append({})
             for cases in (submitting, claiming, ending, dying, syncing, looking):
                 cases(pool)
@@ -380,21 +386,5 @@ def worst(size: float, rounds: int) -> dict[str, Any]:
         called = sum(len(costs[case]) for costs in pool.costs)
         rows[case] = {"calls": called, "ms": round(min(slowest), 2), "slowest_ms": round(max(slowest), 2)}
     for case, row in sorted(rows.items(), key=lambda item: -item[1]["ms"]):
-        over = "!" if row["ms"] > LIMIT_MS else " "
-        print(f"{over} {row['ms']:8.2f} ms {row['slowest_ms']:8.2f} {row['calls']:5} x  {case}")
-    return {"limit_ms": LIMIT_MS, "queued": queued, "memory_gb": round(memory, 2), "cases": rows, "host": host}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=float, default=1.0, help="of the population, for a trial")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    found = json.dumps(worst(options.size, options.rounds), indent=1)
-    if options.out:
-        options.out.write_text(found + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        run.say("!" if row["ms"] > LIMIT_MS else " ", f"{case}:", **row)
+    return {"limit_ms": LIMIT_MS, "queued": queued, "memory_gb": round(memory, 2), "cases": rows}

@@ -6,25 +6,21 @@ benchmarks/README.md says what is measured, and how the others are used.
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from rolloutmq.messages.errors import ConfigError, RedisRefused
 from rolloutmq.messages.redis import connect, ping
-from rolloutmq.ops.files import check_out
+from rolloutmq.ops.cli.options import ids
 from rolloutmq.ops.redis import EmbeddedRedis
 
-from .. import write_json
+from ..harness import Run, names, option, turns
 from ..peers import Load
-from .environments import CACHE, describe_host, peer_systems
+from .environments import PEERS, heads, peer_systems
 from .growth import Cost, growth
 from .turn import System, take_turn
 
@@ -45,79 +41,67 @@ LEVELS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure.
+    """What to measure."""
 
-    seconds: length of a turn, after a warm-up of a quarter of it. workers: numbers of workers for the growth of costs.
-    lifecycles: measured at each of these. out: file for the result, which is also printed. durable: names of LEVELS.
-    journal: measure what journals cost, too.
-    """
-
-    peers: list[str] = field(default_factory=list)
-    rounds: int = 5
-    seconds: float = 5.0
-    workers: tuple[int, ...] = (1, 10, 100, 1000)
-    lifecycles: int = 8192
-    cache: Path = CACHE
-    out: Path | None = None
-    durable: tuple[str, ...] = ()
-    journal: bool = False
+    peers: str = option("rq,arq,taskiq", "Measured beside it: some of rq,arq,taskiq; or none.")
+    rounds: int = option(5, "Turns of each system; the median counts.", min=1)
+    seconds: float = option(5.0, "Length of a turn, after a quarter of it to warm up.", min=0.1, max=3600)
+    workers: str = option("1,10,100,1000", "Simulated workers for the growth of Redis' costs.", name="growth-workers")
+    lifecycles: int = option(8192, "Jobs measured at each number of workers.", min=16)
+    durable: str = option(",".join(LEVELS), f"Levels: some of {','.join(LEVELS)}; or none.")
+    journals: bool = option(False, "Also with journals, in turns with turns without: what they cost.")
 
     @property
     def load(self) -> Load:
         return Load(seconds=self.seconds, warmup_s=self.seconds / 4)
 
 
-def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
-    """Run it and print the last line. Returns the line's content. Raises ConfigError, InvalidField, BenchFailed."""
-    if plan.out is not None:
-        check_out("--out", plan.out)
-    console = Console(stderr=True, quiet=quiet)
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True, highlight=False)
-
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """Jobs/s, latency, large payloads and Redis' CPU per job, beside RQ, arq, taskiq and the bare scripts; jobs/s and
+    latency at each level of durability."""
+    workers = ids("--growth-workers", plan.workers, "numbers such as 1,10,100")
+    if min(workers) < 1:
+        raise ConfigError(f"--growth-workers {plan.workers!r}: at least 1 each")
+    levels = names("--durable", plan.durable, LEVELS, none=True)
+    peers = names("--peers", plan.peers, PEERS, none=True)
     systems = [
         System("rolloutmq", sys.executable, f"{__package__}.ours", 2048, 64),
         System("raw", sys.executable, f"{__package__}.raw", 1024, 64),
-        *peer_systems(plan.peers, plan.cache, say),
+        *peer_systems(peers, say=run.say),
     ]
     with EmbeddedRedis() as server:
-        host = describe_host(server.url, plan.peers)
-        figures = _throughput(systems, server.url, plan, say)
-        figures |= _latency(systems[0], server.url, plan, figures["rolloutmq"], say)
-        figures["payload_256k"] = _large(systems, server.url, plan, say)
-        figures["journal"] = _journals(systems[0], server.url, plan, say) if plan.journal else None
-        costs = asyncio.run(growth(server.url, plan.workers, plan.lifecycles, say))
+        figures = _throughput(systems, server.url, plan, run)
+        figures |= _latency(systems[0], server.url, plan, figures["rolloutmq"], run)
+        figures["payload_256k"] = _large(systems, server.url, plan, run)
+        figures["journal"] = _journals(systems[0], server.url, plan, run) if plan.journals else None
+        costs = asyncio.run(growth(server.url, workers, plan.lifecycles, run.say))
     figures |= _growth_figures(costs)
-    figures["durability"] = {level: _at_level(level, systems[0], plan, say) for level in plan.durable}
-    figures["host"] = host
-    figures["command"] = " ".join(["rolloutmq", *sys.argv[1:]])
-    if plan.out is not None:
-        write_json("--out", plan.out, figures)
-    print(json.dumps(figures))
-    return figures
+    figures["durability"] = {level: _at_level(level, systems[0], plan, run) for level in levels}
+    return figures | {"peers": {peer: heads(peer) for peer in peers}}
 
 
-def _rounds(
-    systems: list[System], url: str, load: Load, count: int, say: Callable[[str], None]
-) -> dict[str, list[float]]:
-    """Return jobs per second of each system in each round. Systems take turns, and another one begins each round."""
-    rates: dict[str, list[float]] = {system.name: [] for system in systems}
-    for number in range(count):
-        start = number % len(systems)
-        for system in [*systems[start:], *systems[:start]]:
+def _rounds(systems: list[System], url: str, load: Load, count: int, run: Run) -> dict[str, list[dict[str, Any]]]:
+    """The figures of each system's turns, with jobs per second."""
+    found: dict[str, list[dict[str, Any]]] = {system.name: [] for system in systems}
+    for number, in_turn in turns(systems, count):
+        for system in in_turn:
             if load.payload_bytes >= LARGE:
                 turn = replace(load, window=system.window_large)
             else:
                 turn = replace(load, window=system.window, poll_s=system.poll_s)
             measured = take_turn(system, url, replace(turn, variant=system.variant))
-            rates[system.name].append(round(measured["jobs"] / measured["seconds"], 1))
-        say(f"round {number + 1}: " + ", ".join(f"{name} {rate[-1]:,.0f}/s" for name, rate in rates.items()))
-    return rates
+            found[system.name].append(measured | {"per_s": round(measured["jobs"] / measured["seconds"], 1)})
+        run.say(f"round {number + 1}:", ", ".join(f"{name} {its[-1]['per_s']:,.0f}/s" for name, its in found.items()))
+    return found
 
 
-def _throughput(systems: list[System], url: str, plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
-    rates = _rounds(systems, url, plan.load, plan.rounds, say)
+def _rates(systems: list[System], url: str, load: Load, count: int, run: Run) -> dict[str, list[float]]:
+    found = _rounds(systems, url, load, count, run)
+    return {name: [turn["per_s"] for turn in its] for name, its in found.items()}
+
+
+def _throughput(systems: list[System], url: str, plan: Plan, run: Run) -> dict[str, Any]:
+    rates = _rates(systems, url, plan.load, plan.rounds, run)
     figures: dict[str, Any] = {name: statistics.median(found) for name, found in rates.items()}
     taskiq = max((figures[name] for name in TASKIQ if name in figures), default=None)
     figures = {name: figures.get(name) for name in ("rolloutmq", "rq", "arq")} | {"taskiq": taskiq} | figures
@@ -131,19 +115,19 @@ def _throughput(systems: list[System], url: str, plan: Plan, say: Callable[[str]
     }
 
 
-def _latency(system: System, url: str, plan: Plan, most: float, say: Callable[[str], None]) -> dict[str, Any]:
+def _latency(system: System, url: str, plan: Plan, most: float, run: Run) -> dict[str, Any]:
     load = replace(plan.load, seconds=2 * plan.seconds, rate=most * LATENCY_LOAD)
-    turns = [take_turn(system, url, load) for _ in range(min(plan.rounds, FEWER))]
-    names = ("p50_ms", "p99_ms")
-    figures: dict[str, Any] = {name: round(statistics.median(turn[name] for turn in turns), 2) for name in names}
-    say(f"at {load.rate:,.0f} jobs/s: p50 {figures['p50_ms']} ms, p99 {figures['p99_ms']} ms")
-    rounds = [{name: round(value, 2) for name, value in turn.items()} for turn in turns]
+    found = [take_turn(system, url, load) for _ in range(min(plan.rounds, FEWER))]
+    figures: dict[str, Any] = {
+        name: round(statistics.median(turn[name] for turn in found), 2) for name in ("p50_ms", "p99_ms")
+    }
+    run.say(f"at {load.rate:,.0f} jobs/s:", **figures)
+    rounds = [{name: round(value, 2) for name, value in turn.items()} for turn in found]
     return figures | {"latency": {"jobs_per_s": round(load.rate, 1), "rounds": rounds}}
 
 
-def _large(systems: list[System], url: str, plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
-    load = replace(plan.load, payload_bytes=LARGE)
-    rates = _rounds(systems, url, load, min(plan.rounds, FEWER), say)
+def _large(systems: list[System], url: str, plan: Plan, run: Run) -> dict[str, Any]:
+    rates = _rates(systems, url, replace(plan.load, payload_bytes=LARGE), min(plan.rounds, FEWER), run)
     return {
         name: {
             "per_s": statistics.median(found),
@@ -154,53 +138,45 @@ def _large(systems: list[System], url: str, plan: Plan, say: Callable[[str], Non
     }
 
 
-def _journals(system: System, url: str, plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+def _journals(system: System, url: str, plan: Plan, run: Run) -> dict[str, Any]:
     """What journals cost: turns without one, with the client's, and with the client's and the worker's.
 
     ratio: jobs/s by those of the same round without, the median. client_us: CPU time of the client's process for a job,
     which other processes on the host hardly disturb.
     """
-    kinds = {"none": "", "client": "client", "both": "both"}
-    rates: dict[str, list[float]] = {name: [] for name in kinds}
-    spent: dict[str, list[float]] = {name: [] for name in kinds}
-    load = replace(plan.load, window=system.window)
-    for number in range(plan.rounds):
-        names = list(kinds)
-        for name in names[number % 3 :] + names[: number % 3]:
-            turn = take_turn(system, url, replace(load, variant=kinds[name]))
-            rates[name].append(round(turn["jobs"] / turn["seconds"], 1))
-            spent[name].append(round(turn["client_us"], 1))
-        told = (f"{name} {rates[name][-1]:,.0f}/s with {spent[name][-1]} us" for name in kinds)
-        say(f"journals, round {number + 1}: {', '.join(told)}")
+    kinds = [replace(system, name=name, variant=name) for name in ("none", "client", "both")]
+    found = _rounds(kinds, url, plan.load, plan.rounds, run)
+    rates = {name: [turn["per_s"] for turn in its] for name, its in found.items()}
+    spent = {name: [round(turn["client_us"], 1) for turn in its] for name, its in found.items()}
     return {
         "ratio": {
             name: round(statistics.median(one / by for one, by in zip(rates[name], rates["none"], strict=True)), 4)
             for name in ("client", "both")
         },
-        "client_us": {name: statistics.median(found) for name, found in spent.items()},
+        "client_us": {name: statistics.median(us) for name, us in spent.items()},
         "rounds": {"per_s": rates, "client_us": spent},
     }
 
 
-def _at_level(level: str, system: System, plan: Plan, say: Callable[[str], None]) -> dict[str, Any] | None:
+def _at_level(level: str, system: System, plan: Plan, run: Run) -> dict[str, Any] | None:
     """Return rate and latency at one level of durability, or None if this server does not have it.
 
     The append-only file is on the disk of the current folder.
     """
     appendfsync, query = LEVELS[level]
     config = {"appendfsync": appendfsync} if appendfsync else {}
-    say(f"durability {level}:")
+    run.say(f"durability {level}:")
     with (
         tempfile.TemporaryDirectory(prefix="bench-queue-", dir=Path.cwd()) as folder,
         EmbeddedRedis(directory=folder, appendonly=bool(appendfsync), config=config) as server,
     ):
         url = server.url + query
         if refusal := asyncio.run(_refusal(url)):
-            say(refusal)
+            run.say(refusal)
             return None
-        rates = _rounds([system], url, plan.load, min(plan.rounds, FEWER), say)[system.name]
+        rates = _rates([system], url, plan.load, min(plan.rounds, FEWER), run)[system.name]
         rate = statistics.median(rates)
-        return {"per_s": rate, "rounds": rates} | _latency(system, url, plan, rate, say)
+        return {"per_s": rate, "rounds": rates} | _latency(system, url, plan, rate, run)
 
 
 async def _refusal(url: str) -> str:
@@ -213,16 +189,8 @@ async def _refusal(url: str) -> str:
     return ""
 
 
-def parse_levels(text: str) -> tuple[str, ...]:
-    """Read names of LEVELS with commas between them, or `none`. Raises ConfigError."""
-    names = [] if text.strip() in {"", "none"} else [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in LEVELS]:
-        raise ConfigError(f"--durable: unknown {', '.join(unknown)}; allowed are {', '.join(LEVELS)}, or none")
-    return tuple(names)
-
-
 def _growth_figures(costs: dict[int, Cost]) -> dict[str, Any]:
     by_workers = {str(workers): asdict(cost) for workers, cost in costs.items()}
-    names = ("redis_us_per_lifecycle", "redis_us_per_heartbeat")
-    figures = {name: {workers: cost.pop(name) for workers, cost in by_workers.items()} for name in names}
+    shown = ("redis_us_per_lifecycle", "redis_us_per_heartbeat")
+    figures = {name: {workers: cost.pop(name) for workers, cost in by_workers.items()} for name in shown}
     return figures | {"growth": by_workers}

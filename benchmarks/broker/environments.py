@@ -1,38 +1,24 @@
-"""The surroundings of the queue benchmark: the host, and a Python environment for each peer."""
+"""A Python environment for each peer of the queue benchmark."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import redis
 
 from rolloutmq.messages.errors import ConfigError
 
+from ..harness import installed
 from .turn import System
 
-OWN = ("redis", "hiredis", "msgpack", "pydantic", "numpy")
 PEERS = ("rq", "arq", "taskiq")
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
 CACHE = Path("out/bench-peers")
 PEERS_PATH = str(Path(__file__).parents[1])
 INSTALL_S = 600.0
-
-
-def parse_peers(text: str) -> list[str]:
-    """Read some of `rq,arq,taskiq`, or `none`. Raises ConfigError."""
-    names = [] if text.strip() in {"", "none"} else [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in PEERS]:
-        raise ConfigError(f"--peers: unknown {', '.join(unknown)}; allowed are {', '.join(PEERS)}, or none")
-    return names
 
 
 def peer_systems(names: list[str], cache: Path = CACHE, say: Callable[[str], None] = print) -> list[System]:
@@ -83,13 +69,6 @@ def _python(name: str, cache: Path, say: Callable[[str], None]) -> str:
     return str(python)
 
 
-def installed(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _run(name: str, command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_S)
@@ -105,35 +84,7 @@ def _run(name: str, command: list[str]) -> None:
     )
 
 
-def describe_host(url: str, peers: list[str]) -> dict[str, Any]:
-    """Return CPU, memory, load before the run, Python, Redis, and the versions of all systems."""
-    with redis.Redis.from_url(url) as client:
-        server = client.info("server")
-    return {
-        "cpu": _first("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
-        "load_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "redis": str(server["redis_version"]),
-        "packages": {name: installed(name) for name in OWN},
-        "peers": {peer: _heads(peer) for peer in peers},
-    }
-
-
-def _heads(peer: str) -> dict[str, str]:
+def heads(peer: str) -> dict[str, str]:
     """Return the versions among a peer's pins that matter for its speed."""
     shown = {"rq", "arq", "taskiq", "taskiq-redis", "redis", "hiredis"}
     return {name: version for name, version in pins(peer).items() if name in shown}
-
-
-def _first(path: str, field: str) -> str | None:
-    try:
-        for line in Path(path).read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == field:
-                return value.strip()
-    except OSError:
-        pass
-    return None

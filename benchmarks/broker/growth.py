@@ -5,8 +5,8 @@ counts, so a slow driver does not matter. The pool is filled first. Then workers
 the client takes what came, while every worker renews its lease and reaps once a second. All counts of workers are
 measured with the same batches, so the results differ only by what the pool holds.
 
-`main` is the second process, which beats until its input ends. It answers each line with the number of heartbeats so
-far.
+`beat_on_time` is the second process, which beats until its input ends. It answers each line with the number of
+heartbeats so far.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from asyncio.subprocess import PIPE
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +25,8 @@ from rolloutmq.messages.broker import Broker, Caps, Claim, Finished, Lease
 from rolloutmq.messages.model import RolloutResult, Segment, WorkerStatus
 from rolloutmq.messages.redis import connect
 
-from ..peers import Load
-from .ours import TOKENS, job_of
+from ..parts import Part, busy_s
+from .ours import TOKENS, jobs_of
 
 POOL, CLIENT = "growth", "growth-client"
 LEASE_S = 60.0
@@ -37,6 +35,7 @@ MAX_LOST = 3
 LANES = 8
 BATCH = 16
 """Jobs per claim, publication and acknowledgement: as many as one worker of many has ready at a time."""
+HELD_EACH = 256
 BACKLOG = 2048
 """Jobs that wait in the queue during the measurement."""
 
@@ -74,25 +73,9 @@ async def beat(lease: Lease) -> None:
     await lease.reap(MAX_LOST)
 
 
-@asynccontextmanager
-async def beating(url: str, workers: int) -> AsyncIterator[Callable[[], Awaitable[int]]]:
-    """Let another process beat for `workers` workers, which have joined. Yields a function that counts beats."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", f"from {__name__} import main; main()", url, str(workers), stdin=PIPE, stdout=PIPE
-    )
-    stdin, stdout = process.stdin, process.stdout
-    assert stdin is not None and stdout is not None  # noqa: PT018 – no test
-
-    async def count() -> int:
-        stdin.write(b"\n")
-        return int(await stdout.readline())
-
-    try:
-        await count()  # waits until the process is up
-        yield count
-    finally:
-        stdin.close()
-        await process.wait()
+def beat_on_time(url: str, workers: int) -> None:
+    """The second process."""
+    asyncio.run(_beat_on_time(url, workers))
 
 
 async def _beat_on_time(url: str, workers: int) -> None:
@@ -127,32 +110,33 @@ async def _beat_on_time(url: str, workers: int) -> None:
             task.result()  # a lane only ends with an error
 
 
-async def measure_growth(url: str, workers: int, *, held_each: int = 256, lifecycles: int = 8192) -> Cost:
-    """Measure the cost with `workers` workers of `held_each` jobs. The Redis at `url` is emptied before and after."""
+async def measure_growth(url: str, workers: int, *, lifecycles: int) -> Cost:
+    """Measure the cost with `workers` workers of HELD_EACH jobs. The Redis at `url` is emptied before and after."""
     async with connect(url) as redis:
         await redis.flushall()
         await redis.script_flush()
-        crowd = _Crowd(redis, workers, held_each)
+        crowd = _Crowd(redis, workers)
         await crowd.join()
-        async with beating(url, workers) as count_beats:
+        with Part(beat_on_time, url, workers) as beats:
+            _beats(beats)  # waits until the process is up
             await crowd.fill()
             await crowd.turn_over(lifecycles // 4)  # loads scripts and warms up allocators
-            beaten, began, used = await count_beats(), time.perf_counter(), await _cpu_us(redis)
+            beaten, began, used = _beats(beats), time.perf_counter(), await _cpu_us(redis)
             await crowd.turn_over(lifecycles)
             spent, seconds = await _cpu_us(redis) - used, time.perf_counter() - began
-            meanwhile = await count_beats() - beaten
-        idle, beats = await _idle_us_per_s(redis), max(16, lifecycles // 2)
+            meanwhile = _beats(beats) - beaten
+        idle, count = await _idle_us_per_s(redis), max(16, lifecycles // 2)
         began, used = time.perf_counter(), await _cpu_us(redis)
-        for number in range(beats):
+        for number in range(count):
             await beat(crowd.leases[number % workers])
-        heartbeat = (await _cpu_us(redis) - used - idle * (time.perf_counter() - began)) / beats
+        heartbeat = (await _cpu_us(redis) - used - idle * (time.perf_counter() - began)) / count
         spent -= idle * seconds
         memory = (await redis.info("memory"))["used_memory"] / 1e6
         await redis.flushall()
     return Cost(
         redis_us_per_lifecycle=round((spent - meanwhile * heartbeat) / lifecycles, 2),
         redis_us_per_heartbeat=round(heartbeat, 2),
-        jobs_held=workers * held_each,
+        jobs_held=workers * HELD_EACH,
         redis_us_per_lifecycle_with_heartbeats=round(spent / lifecycles, 2),
         heartbeats_per_s=round(meanwhile / seconds, 1),
         lifecycles_per_s=round(lifecycles / seconds, 1),
@@ -160,27 +144,29 @@ async def measure_growth(url: str, workers: int, *, held_each: int = 256, lifecy
     )
 
 
+def _beats(part: Part) -> int:
+    part.tell()
+    return int(part.line())
+
+
 async def _cpu_us(redis: Any) -> float:
-    used = await redis.info("cpu")
-    return float(used["used_cpu_user"] + used["used_cpu_sys"]) * 1e6
+    return 1e6 * busy_s(await redis.info("cpu"))
 
 
-async def _idle_us_per_s(redis: Any, seconds: float = 1.0) -> float:
+async def _idle_us_per_s(redis: Any) -> float:
     """Return the server's own CPU time per second, without any command."""
     began, used = time.perf_counter(), await _cpu_us(redis)
-    await asyncio.sleep(seconds)
+    await asyncio.sleep(1.0)
     return (await _cpu_us(redis) - used) / (time.perf_counter() - began)
 
 
 class _Crowd:
     """The workers' leases, the jobs that each holds, and the client that they work for."""
 
-    def __init__(self, redis: Any, workers: int, held_each: int) -> None:
+    def __init__(self, redis: Any, workers: int) -> None:
         self._broker = Broker(redis, POOL, Caps(jobs=1 << 24, nbytes=1 << 36))
         self.leases = fleet(redis, workers)
         self._held: list[deque[Claim]] = [deque() for _ in self.leases]
-        self._held_each = held_each
-        self._load = Load()
         self._submitted = 0
         self._last = "0"
         self._turn = 0
@@ -190,19 +176,16 @@ class _Crowd:
             await lease.join(status(lease))
 
     async def _submit(self, count: int) -> None:
-        jobs = []
-        for _ in range(count):
-            self._submitted += 1
-            jobs.append(job_of(self._load.payload(self._submitted)).model_copy(update={"reply_to": CLIENT}))
-        await self._broker.enqueue(jobs)
+        self._submitted += count
+        await self._broker.enqueue(jobs_of(range(self._submitted - count, self._submitted), CLIENT))
 
     async def fill(self) -> None:
         """Fill the queue with the backlog, and let every worker claim its share."""
         await self._submit(BACKLOG)
         for lease, held in zip(self.leases, self._held, strict=True):
-            while len(held) < self._held_each:
-                await self._submit(min(self._held_each - len(held), 256))
-                held.extend(await lease.claim(min(self._held_each - len(held), 256), 1 << 20, 0))
+            while len(held) < HELD_EACH:
+                await self._submit(min(HELD_EACH - len(held), 256))
+                held.extend(await lease.claim(min(HELD_EACH - len(held), 256), 1 << 20, 0))
 
     async def turn_over(self, lifecycles: int) -> None:
         """Run whole lifecycles, a batch per worker in turn. New jobs replace them, so as many stay held and queued."""
@@ -253,9 +236,3 @@ async def growth(url: str, counts: Sequence[int], lifecycles: int, say: Callable
             f"{cost.redis_us_per_heartbeat} µs per heartbeat"
         )
     return costs
-
-
-def main() -> None:
-    """The second process: beat until its input ends."""
-    url, workers = sys.argv[1:]
-    asyncio.run(_beat_on_time(url, int(workers)))

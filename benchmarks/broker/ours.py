@@ -2,7 +2,7 @@
 
 `python -m benchmarks.broker.ours worker|client URL LOAD-JSON`
 
-variant "": without a journal; "client": the client keeps one; "both": client and worker do.
+variant "" and "none": without a journal; "client": the client keeps one; "both": client and worker do.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ def drive(url: str, load: Load) -> dict[str, float]:
 def job_of(payload: bytes) -> GenerateJob:
     """Return the payload as a prompt of int32 tokens."""
     return GenerateJob(token_ids=np.frombuffer(payload, "<i4"), sampling=_SAMPLING)
+
+
+def jobs_of(numbers: range, reply_to: str) -> list[GenerateJob]:
+    """The jobs with these numbers' payloads of 1 KB, as a client would submit them."""
+    return [job_of(Load().payload(number)).model_copy(update={"reply_to": reply_to}) for number in numbers]
 
 
 def check(tally: Tally, outcome: Outcome) -> None:

@@ -12,18 +12,13 @@ from typing import Any
 
 import redis
 
-from rolloutmq.messages.errors import RolloutMQError
-
+from ..parts import BenchFailed
 from ..peers import Load
 
 GRACE_S = 180.0
 """Seconds that a client may take beyond its load, to start, to warm up, and for jobs outstanding at the end."""
 END_S = 2.0
 """Seconds that a worker has to leave by itself, before it is killed."""
-
-
-class BenchFailed(RolloutMQError):
-    """A system did not finish its turn."""
 
 
 @dataclass(frozen=True, slots=True)

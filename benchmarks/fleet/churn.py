@@ -37,13 +37,13 @@ def measure(versions: int) -> dict[str, Any]:
             fleet.workers.append(new)
             joining = threading.Thread(target=new.up)
             joining.start()
-            victims = _subtree(fleet, victim.ids[0])
+            victims = fleet.below(victim.ids[0])
             send(victim.family()[0], signal.SIGKILL)
             living = [worker for worker in living if worker not in victim.ids]
             version, began, _ = fleet.publish(**SMALL)
             if not fleet.watch.wait(version, living, LONGEST_S):
                 raise SystemExit(f"version {version} did not come to the survivors")
-            victims |= _subtree(fleet, victim.ids[0])
+            victims |= fleet.below(victim.ids[0])
             outside += fleet.watch.delays(version, began, [one for one in living if one not in victims])
             behind += fleet.watch.delays(version, began, [one for one in living if one in victims])
             joining.join()
@@ -91,20 +91,6 @@ def _redis(fleet: Fleet, seconds: float) -> tuple[float, float]:
     took, spent = time.monotonic() - began, fleet.cpu_s() - cpu
     beats: int = fleet.admin.info("commandstats")["cmdstat_zadd"]["calls"]  # each heartbeat renews one lease
     return spent / took, beats / took
-
-
-def _subtree(fleet: Fleet, worker: str) -> set[str]:
-    """The workers that take, or took, the newest version from this one, and from those."""
-    sender: Any = fleet.publisher._sender
-    found: set[str] = set()
-    for outgoing in list(sender._hub._outgoing.values()):
-        known, names = outgoing.sources._known, [f"{worker}/0"]
-        while names:
-            its = known.get(names.pop())
-            if its is not None:
-                names += its.below
-                found |= {name.rpartition("/")[0] for name in its.below}
-    return found
 
 
 def _joined(fleet: Fleet, new: Worker) -> list[float]:

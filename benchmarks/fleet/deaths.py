@@ -49,7 +49,7 @@ def _case(fleet: Fleet, survivors: list[Worker], victim: Worker, fault: str, mom
         still += fleet.watch.delays(version, began, living)
         time.sleep(EVERY_S)
     usual = sorted(still)[len(still) // 2]
-    handles, delays, below = [], list[float](), _below(fleet, victim)
+    handles, delays, below = [], list[float](), len(fleet.below(victim.ids[0], deep=False))
     if moment == "before":
         _break(victim, fault)
         time.sleep(0.05)
@@ -60,7 +60,7 @@ def _case(fleet: Fleet, survivors: list[Worker], victim: Worker, fault: str, mom
             _break(victim, fault)
         if number == 0 and moment == "in":
             time.sleep(max(0.0, began + usual / 2 - time.time()))
-            below = _below(fleet, victim)
+            below = len(fleet.below(victim.ids[0], deep=False))
             _break(victim, fault)
         if number == 0 and moment == "after":
             fleet.watch.wait(version, victim.ids, LONGEST_S)
@@ -82,16 +82,6 @@ def _case(fleet: Fleet, survivors: list[Worker], victim: Worker, fault: str, mom
         "behind_the_victim": below,
         "innocent_reported": sorted(blamed),
     }
-
-
-def _below(fleet: Fleet, victim: Worker) -> int:
-    """How many receivers take the version from the victim at this moment."""
-    sender: Any = fleet.publisher._sender
-    found = 0
-    for outgoing in list(sender._hub._outgoing.values()):
-        its = outgoing.sources._known.get(f"{victim.ids[0]}/0")
-        found = max(found, len(its.below) if its is not None else 0)
-    return found
 
 
 def _break(victim: Worker, fault: str) -> None:

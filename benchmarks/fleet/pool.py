@@ -24,6 +24,8 @@ from rolloutmq import WeightPublisher
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.sync.wire import Talk
 
+from ..parts import busy_s
+
 POOL = "fleet"
 BUCKETS, BUCKET_BYTES = 16, 1 << 20
 _start = multiprocessing.get_context("forkserver")
@@ -97,18 +99,18 @@ def _work(pipe: Any, told: dict[str, Any], count: int, model: str) -> None:
 
 
 async def _serve(pipe: Any, told: dict[str, Any], count: int, model: str) -> None:
-    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
+    from concurrent.futures import ThreadPoolExecutor
 
-    from rolloutmq.worker.config import WorkerConfig  # noqa: PLC0415
-    from rolloutmq.worker.scripted import ScriptedEngine  # noqa: PLC0415
-    from rolloutmq.worker.text import NoTokenizer  # noqa: PLC0415
-    from rolloutmq.worker.worker import Worker as Real  # noqa: PLC0415
+    from rolloutmq.worker.config import WorkerConfig
+    from rolloutmq.worker.scripted import ScriptedEngine
+    from rolloutmq.worker.text import NoTokenizer
+    from rolloutmq.worker.worker import Worker as Real
 
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * count + 8))
     config, engines = WorkerConfig(**told), list[Any]()
     if model:
-        from rolloutmq.worker.sglang.config import SGLangConfig  # noqa: PLC0415
-        from rolloutmq.worker.sglang.engine import SGLangEngine  # noqa: PLC0415
+        from rolloutmq.worker.sglang.config import SGLangConfig
+        from rolloutmq.worker.sglang.engine import SGLangEngine
 
         engines = [SGLangEngine(SGLangConfig(model=model, max_running=4))]
     else:
@@ -134,7 +136,6 @@ class Watch:
 
     def __init__(self, url: str) -> None:
         self.had: dict[tuple[int, str], float] = {}
-        self.failed: dict[tuple[int, str], str] = {}
         self._redis = redis.Redis.from_url(url)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -149,8 +150,6 @@ class Watch:
                 key = int(fields[b"epoch"]), fields[b"worker"].decode()
                 if b'"ok":true' in fields[b"report"]:
                     self.had.setdefault(key, int(last.split("-")[0]) / 1000)
-                else:
-                    self.failed[key] = fields[b"report"].decode()
 
     def delays(self, epoch: int, since: float, workers: Sequence[str]) -> list[float]:
         """Seconds from `since` (time.time) until each of these had it, those that have it."""
@@ -209,10 +208,22 @@ class Fleet:
         began = time.time()
         return self.version, began, self.publisher.publish(self.version, iter(tensors))
 
+    def below(self, worker: str, *, deep: bool = True) -> set[str]:
+        """The workers that take, or took, the newest version from this one; deep: and from those."""
+        sender: Any = self.publisher._sender
+        found: set[str] = set()
+        for outgoing in list(sender._hub._outgoing.values()):
+            known, names = outgoing.sources._known, [f"{worker}/0"]
+            while names:
+                its = known.get(names.pop())
+                if its is not None:
+                    names += its.below if deep else ()
+                    found |= {name.rpartition("/")[0] for name in its.below}
+        return found
+
     def cpu_s(self) -> float:
         """CPU seconds of Redis so far."""
-        cpu = self.admin.info("cpu")
-        return float(cpu["used_cpu_user"] + cpu["used_cpu_sys"])
+        return busy_s(self.admin.info("cpu"))
 
 
 def p(values: Sequence[float], share: float) -> float:

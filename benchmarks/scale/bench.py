@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from rolloutmq.messages.errors import ConfigError
 from rolloutmq.messages.redis import connect
-from rolloutmq.ops.files import check_out
 from rolloutmq.ops.redis import EmbeddedRedis
 
-from .. import write_json
-from ..broker.environments import describe_host
-from ..broker.turn import BenchFailed
+from ..harness import Run, option
+from ..parts import BenchFailed
 from .deaths import Deaths, measure_deaths
-from .scenario import Scenario
+from .scenario import Scenario, read_scenario
 from .simulation import Simulation
 
 PARTIALS: dict[str, tuple[bool, ...]] = {"both": (True, False), "on": (True,), "off": (False,)}
@@ -40,41 +35,37 @@ SIMULATED = (
 
 
 @dataclass(frozen=True, slots=True)
-class ScalePlan:
-    """What to run. partials: "on", "off", or "both" one after the other. deaths: instead of a simulation."""
+class Plan:
+    """What to run: a scenario, or deaths in real time."""
 
-    scenario: Scenario = field(default_factory=Scenario)
-    seed: int = 0
-    partials: str = "both"
-    deaths: Deaths | None = None
-    out: Path | None = None
+    scenario: Path | None = option(
+        None, "TOML, YAML or JSON file with what is simulated. Default: a day.", argument=True
+    )
+    minutes: float | None = option(None, "Simulated minutes of load, in place of the file's.")
+    workers: int | None = option(None, "Most workers, in place of the file's. With --kill: all.")
+    seed: int = option(0, "The same seed draws the same load.")
+    partials: str = option("both", "Unfinished samples are continued: on, off, or both one after the other.")
+    kill: int | None = option(None, "Instead, in real time: so many of 500 real workers die at once.")
+    lease: float = option(10.0, "Lease of these workers in seconds.", min=0.2, max=3600)
 
 
-def run_scale_bench(plan: ScalePlan, *, quiet: bool = False) -> dict[str, Any]:
-    """Run it on a Redis of its own and print the last line; returns its content.
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """A fleet of simulated engines on a real broker: queue seconds, GPU hours, wasted tokens and Redis' CPU.
 
     Raises BenchFailed if a job was lost, a result came twice or with other tokens than its sample has.
     """
-    if plan.out is not None:
-        check_out("--out", plan.out)
-    console = Console(stderr=True, quiet=quiet)
-
-    def say(told: str) -> None:
-        console.print(told, soft_wrap=True, highlight=False)
-
+    if plan.partials not in PARTIALS:
+        raise ConfigError(f"--partials {plan.partials!r}: on, off or both")
+    given = {"minutes": plan.minutes, "max_workers": plan.workers if plan.kill is None else None}
+    scenario = read_scenario(plan.scenario, **{name: value for name, value in given.items() if value is not None})
     with EmbeddedRedis() as server:
-        host = describe_host(server.url, [])
-        if plan.deaths is not None:
-            figures: dict[str, Any] = {"deaths": asyncio.run(measure_deaths(server.url, plan.deaths, say))}
-        else:
-            figures = {"scenario": plan.scenario.model_dump(), "seed": plan.seed, "simulated": SIMULATED}
-            for partials in PARTIALS[plan.partials]:
-                found = asyncio.run(simulate(server.url, plan.scenario, plan.seed, partials, say))
-                figures["with_partials" if partials else "without_partials"] = found
-    figures |= {"host": host, "command": " ".join(["rolloutmq", *sys.argv[1:]])}
-    if plan.out is not None:
-        write_json("--out", plan.out, figures)
-    print(json.dumps(figures))
+        if plan.kill is not None:
+            deaths = Deaths(500 if plan.workers is None else plan.workers, plan.kill, plan.lease, 6 * plan.lease)
+            return {"deaths": asyncio.run(measure_deaths(server.url, deaths, run.say))}
+        figures: dict[str, Any] = {"scenario": scenario.model_dump(), "seed": plan.seed, "simulated": SIMULATED}
+        for partials in PARTIALS[plan.partials]:
+            found = asyncio.run(simulate(server.url, scenario, plan.seed, partials, run.say))
+            figures["with_partials" if partials else "without_partials"] = found
     return figures
 
 

@@ -2,19 +2,15 @@
 
 In real time. Workers are the real ones with the scripted engine, in a few processes. Those that are to die have
 processes of their own, which are killed (SIGKILL).
-
-`main` is one of these processes. It says so when all of its workers have joined, and ends with its input.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
 import time
-from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,24 +18,20 @@ from rolloutmq.messages.errors import InvalidField
 from rolloutmq.messages.model import GenerateJob, SamplingParams
 from rolloutmq.messages.redis import Keys, connect, text
 from rolloutmq.producer.client import RolloutClient
-from rolloutmq.worker.config import WorkerConfig
-from rolloutmq.worker.scripted import ScriptedEngine
-from rolloutmq.worker.text import NoTokenizer
-from rolloutmq.worker.worker import Worker
 
-from ..broker.turn import BenchFailed
+from .. import crowd
+from ..parts import BenchFailed, Part
 from .redis_watch import RedisWatch
 from .timeline import spread
 
 POOL = "deaths"
 IN_ONE_PROCESS = 250
-AT_A_TIME = 32
-"""So many of a process start at the same time."""
 SLOTS = 8
 MAX_LOST = 20
 """A busy host may cost living workers a lease, too, which says nothing about a job."""
 TOKENS_PER_S = 10.0
 LOOK_S = 0.05
+CONFIG = {"pool": POOL, "max_running": SLOTS, "prefetch": 0, "max_lost": MAX_LOST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +60,25 @@ async def measure_deaths(url: str, plan: Deaths, say: Callable[[str], None]) -> 
     Raises BenchFailed if a worker does not join, or an outcome is missing or there twice.
     """
     async with connect(url) as redis, RolloutClient(url, POOL) as client:
-        watch, parts = RedisWatch(redis), list[Process]()
+        watch = RedisWatch(redis)
         await watch.begin()
-        try:
-            began = time.monotonic()
-            doomed = len(_shares(plan.killed))
-            for count in (*_shares(plan.killed), *_shares(plan.workers - plan.killed)):
-                parts.append(await _part(url, count, plan))
+        with ExitStack() as stack:
+            began, config = time.monotonic(), CONFIG | {"redis_url": url, "lease_s": plan.lease_s}
+            dying = crowd.shares(plan.killed, IN_ONE_PROCESS)
+            counts = [*dying, *crowd.shares(plan.workers - plan.killed, IN_ONE_PROCESS)]
+            engine = {"tokens_per_s": TOKENS_PER_S}
+            parts = [stack.enter_context(Part(crowd.work, count, config, engine)) for count in counts]
             for part in parts:
-                await _joined(part)
+                await asyncio.to_thread(part.line)
             all_joined_s = time.monotonic() - began
             say(f"{plan.workers} workers have joined after {all_joined_s:.1f} s")
             handles = await client.submit_many(_job(plan) for _ in range(plan.jobs))
             job_ids = [handle.job_id for handle in handles]
             await _until_held(redis, job_ids, set())
-            dead = {str(part.pid) for part in parts[:doomed]}
+            dead = {str(part.pid) for part in parts[: len(dying)]}
             lost = await _not_held(redis, job_ids, dead)
             say(f"{plan.jobs} jobs run; {len(lost)} of them are with the {plan.killed} workers that die now")
-            for part in parts[:doomed]:
+            for part in parts[: len(dying)]:
                 part.kill()
             recovery = spread(await _until_held(redis, lost, dead))
             say(f"the last one runs again after {recovery.get('max', 0.0):.1f} s; the lease is {plan.lease_s:g} s")
@@ -95,8 +88,6 @@ async def measure_deaths(url: str, plan: Deaths, say: Callable[[str], None]) -> 
             if set(results) != set(job_ids) or set(results.values()) != {1}:
                 raise BenchFailed(f"{len(results)} of {plan.jobs} jobs have results, at most {max(results.values())}")
             cpu_s, figures = await watch.spent_s(), await watch.figures()
-        finally:
-            await asyncio.gather(*(_end(part) for part in parts))
     return {
         **asdict(plan),
         "jobs": plan.jobs,
@@ -139,56 +130,3 @@ async def _until_held(redis: Any, job_ids: Sequence[str], dead: Set[str]) -> lis
         left = still
         await asyncio.sleep(LOOK_S if left else 0)
     return took
-
-
-def _shares(count: int) -> list[int]:
-    """How many workers each process has."""
-    return [min(IN_ONE_PROCESS, count - first) for first in range(0, count, IN_ONE_PROCESS)]
-
-
-async def _part(url: str, count: int, plan: Deaths) -> Process:
-    code = f"from {__name__} import main; main()"
-    command = [sys.executable, "-c", code, url, str(count), str(plan.lease_s)]
-    return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
-
-
-async def _joined(part: Process) -> None:
-    assert part.stdout is not None
-    if not await part.stdout.readline():
-        raise BenchFailed(f"process {part.pid} with workers did not start")
-
-
-async def _end(part: Process) -> None:
-    assert part.stdin is not None
-    part.stdin.close()
-    await part.wait()
-
-
-async def _serve(url: str, count: int, lease_s: float) -> None:
-    ended, starting = asyncio.Event(), asyncio.Semaphore(AT_A_TIME)
-    asyncio.get_running_loop().add_reader(sys.stdin, ended.set)
-    config = WorkerConfig(redis_url=url, pool=POOL, max_running=SLOTS, prefetch=0, lease_s=lease_s, max_lost=MAX_LOST)
-    serving: list[asyncio.Task[None]] = []
-
-    async def one() -> None:
-        async with starting:
-            worker = Worker(config, ScriptedEngine(TOKENS_PER_S, echo=True), NoTokenizer())
-            task = asyncio.create_task(worker.run())
-            serving.append(task)
-            joined = asyncio.create_task(worker.joined.wait())
-            await asyncio.wait({task, joined}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-
-    await asyncio.gather(*(one() for _ in range(count)))
-    print("joined", flush=True)
-    over = asyncio.create_task(ended.wait())
-    done, _ = await asyncio.wait({over, *serving}, return_when=asyncio.FIRST_COMPLETED)
-    for task in done - {over}:
-        task.result()  # a worker only ends with an error
-
-
-def main() -> None:
-    """A process with workers: they serve until its input ends."""
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))

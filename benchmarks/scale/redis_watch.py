@@ -7,6 +7,8 @@ from typing import Any
 
 from rolloutmq.messages.scripts import script_names, script_source
 
+from ..parts import busy_s
+
 SLOW_US = 1000
 """Calls that take longer are kept in Redis' slow log."""
 KEPT = 4096
@@ -28,8 +30,7 @@ class RedisWatch:
 
     async def cpu_s(self) -> float:
         """CPU seconds of the server since it started."""
-        used = await self._admin.info("cpu")
-        return float(used["used_cpu_user"] + used["used_cpu_sys"])
+        return busy_s(await self._admin.info("cpu"))
 
     async def spent_s(self) -> float:
         """CPU seconds since `begin`."""

@@ -13,7 +13,7 @@ from rolloutmq.messages.broker import Claim, Finished, Lease, Piece, Release
 from rolloutmq.messages.codec import decode
 from rolloutmq.messages.model import Partial, RolloutResult, Segment, WorkerStatus
 
-from ..broker.turn import BenchFailed
+from ..parts import BenchFailed
 from .oracle import Oracle, script
 
 MAX_JOBS = 256

@@ -1,7 +1,7 @@
 """What a job costs Redis at equal jobs per claim. `benchmarks/spread` runs one of these for each commit, in turns.
 
-`python -m benchmarks.spread.cost` reads from each line of its input the number of jobs per claim, and how many times
-256 jobs, and says what they took: µs of Redis' processor time for a job's enqueue, claim, complete and ack.
+It reads from each line of its input the number of jobs per claim, and how many times 256 jobs, and says what they took:
+µs of Redis' processor time for a job's enqueue, claim, complete and ack.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rolloutmq.messages.redis import connect
 from rolloutmq.ops.redis import EmbeddedRedis
 
 from ..broker.growth import finished
+from ..parts import busy_s
 
 POOL, CLIENT = "cost", "cost-client"
 WAITING = 256
@@ -26,7 +27,13 @@ WAITING = 256
 TOKENS = np.zeros(16, np.int32)
 
 
-async def measure(url: str) -> None:
+def cost_us() -> None:
+    """The process."""
+    with EmbeddedRedis() as server:
+        asyncio.run(_measure(server.url))
+
+
+async def _measure(url: str) -> None:
     async with connect(url, pool=POOL) as redis:
         broker, lease = Broker(redis, POOL), Lease(redis, POOL, "w", 600.0)
         if hasattr(lease, "holds"):
@@ -38,10 +45,10 @@ async def measure(url: str) -> None:
             each, rounds = map(int, line.split())
             made = [_jobs(broker) for _ in range(rounds)]
             await lease.heartbeat(status)
-            before = await _busy_s(redis)
+            before = busy_s(await redis.info("cpu"))
             for jobs in made:
                 await _turn(broker, lease, jobs, each)
-            spent = await _busy_s(redis) - before
+            spent = busy_s(await redis.info("cpu")) - before
             print(1e6 * spent / (WAITING * rounds), flush=True)
 
 
@@ -59,13 +66,3 @@ async def _turn(broker: Broker, lease: Lease, jobs: list[object], each: int) -> 
             raise SystemExit(f"a claim for {each} jobs gave {len(claims)}")
         await lease.complete([finished(claim, "w") for claim in claims])
     await broker.ack(CLIENT, await broker.read_replies(CLIENT, "0", count=WAITING))
-
-
-async def _busy_s(redis: object) -> float:
-    used = await redis.info("cpu")
-    return float(used["used_cpu_user"] + used["used_cpu_sys"])
-
-
-if __name__ == "__main__":
-    with EmbeddedRedis() as server:
-        asyncio.run(measure(server.url))

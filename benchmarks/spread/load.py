@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 MEDIAN, SIGMA, MOST = 384, 0.6, 2048
@@ -68,9 +67,6 @@ class Case:
     def name(self) -> str:
         words = f"{self.workers} workers, {self.samples} samples, n={self.n}, {self.arrival}, {self.curve}"
         return words + (", come and go" if self.churn else "")
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)

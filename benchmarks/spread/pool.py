@@ -1,4 +1,4 @@
-"""One case of `benchmarks/spread` on a real broker: `python -m benchmarks.spread.pool CASE-JSON` prints its figures.
+"""One case of `benchmarks/spread` on a real broker.
 
 Real are Redis, the scripts, leases, claims, wake-up tokens (a connection for each worker), moves, results and their
 client. Engines are simulated, and one listener hears the pool's bell for all workers. It runs on any commit of the
@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import sys
 import time
-from asyncio.subprocess import PIPE
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from rolloutmq.messages.broker import Claim, Finished, Lease, can_of
@@ -25,7 +24,8 @@ from rolloutmq.worker.generation import Generation
 from rolloutmq.worker.jobs import HeldJob, HeldJobs, Run, SampleRun
 from rolloutmq.worker.lease import ClaimLoop, Handback, Membership, Outbox
 
-from .client import POOL, jobs_of
+from ..parts import Part, busy_s
+from .client import POOL, drive, jobs_of
 from .engine import INFO, LOGPROBS, TOKENS, Clock, SimulatedEngine
 from .load import PROMPT, ROOM, Case, Change, Lost, changes
 
@@ -215,28 +215,23 @@ class Pool:
             await asyncio.sleep(0.05)
         for _, job, lengths in jobs_of(self.case):
             self.jobs[job.id], self.lengths[job.id] = job, lengths
-        command = ["-m", "benchmarks.spread.client", self._url, self.case.to_json()]
-        client = await asyncio.create_subprocess_exec(sys.executable, *command, stdin=PIPE, stdout=PIPE)
-        assert client.stdin
-        assert client.stdout
-        await client.stdout.readline()
+        client = Part(drive, self._url, asdict(self.case))
+        client.line()
         gc.collect()
         gc.freeze()
         self.counts.clear()
         spent, redis_s = time.process_time(), await self._redis_s()
         began = self.clock.begin()
-        client.stdin.write(f"{began}\n".encode())
+        client.tell(str(began))
         changing = self.watch(self._change())
-        reading = asyncio.create_task(client.stdout.readline())
+        reading = asyncio.create_task(asyncio.to_thread(client.line))
         await asyncio.wait({reading, self._failure}, return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
             client.kill()
             self._failure.result()
-        if not reading.result():
-            raise SystemExit("the client failed")
+        reading.result()
         wall = time.monotonic() - began
         spent, redis_s = time.process_time() - spent, await self._redis_s() - redis_s
-        await client.wait()
         counts, count = self.counts, self.case.samples // self.case.n
         moved = int(await self.redis.hget(Keys(POOL).load, "moved") or 0)
         for task in (changing, *self._tasks):
@@ -271,8 +266,7 @@ class Pool:
                 await worker.lease.heartbeat(worker.status())
 
     async def _redis_s(self) -> float:
-        used = await self.redis.info("cpu")
-        return float(used["used_cpu_user"] + used["used_cpu_sys"])
+        return busy_s(await self.redis.info("cpu"))
 
     async def _change(self) -> None:
         for change in changes(self.case):
@@ -298,15 +292,11 @@ class Pool:
                     moving.hear(self.workers[giver].lease, ring)
 
 
-async def run(url: str, case: Case) -> dict[str, Any]:
-    return await Pool(url, case).run()
+def run_case(case: dict[str, Any]) -> None:
+    """The process of one case: it prints its figures."""
 
+    async def run() -> dict[str, Any]:
+        return await Pool(server.url, Case(**case)).run()
 
-def main() -> None:
-    case = Case(**json.loads(sys.argv[1]))
     with EmbeddedRedis() as server:
-        print(json.dumps(asyncio.run(run(server.url, case))))
-
-
-if __name__ == "__main__":
-    main()
+        print(json.dumps(asyncio.run(run())))

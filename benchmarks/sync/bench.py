@@ -6,26 +6,21 @@ benchmarks/README.md says what is measured. A path that fails is reported with i
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rolloutmq.messages.errors import ConfigError, RolloutMQError
-from rolloutmq.ops.files import check_out, writing
 from rolloutmq.ops.redis import EmbeddedRedis
 
-from .figures import ratios, span_ms, summary, table
-from .session import START_S, STEP_S, Plan, Session, together
-from .shapes import Shape, parse_shapes
+from ..harness import Run, names, option, turns
+from .figures import ratios, span_ms, summary
+from .session import START_S, STEP_S, Session, together
+from .shapes import SHAPES, Shape
 
 PATHS = ("raw", "stock_tensor", "stock_bucket", "ours", "ours_unverified")
 EXTRAS = ("stall", "tokens", "pool")
@@ -49,88 +44,68 @@ NOTHING: dict[str, Any] = dict.fromkeys(
 )  # fmt: skip
 
 
-@dataclass(slots=True)
-class _Run:
-    plan: Plan
-    say: Callable[[str], None]
-    results: dict[str, Any] = field(default_factory=dict)
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
 
-    def save(self) -> None:
-        """Write the results so far, so that a run that is killed keeps them."""
-        if self.plan.out is not None:
-            with writing("--out", self.plan.out):
-                self.plan.out.parent.mkdir(parents=True, exist_ok=True)
-                part = self.plan.out.with_suffix(self.plan.out.suffix + ".part")
-                part.write_text(json.dumps(self.results, indent=2) + "\n")
-                part.replace(self.plan.out)
+    shapes: str = option("", "Some of tiny,tiny-moe,0.6b,4b,8b,moe. Default: tiny on a CPU, else 0.6b,8b,moe.")
+    paths: str = option("", f"Some of {','.join(PATHS + EXTRAS)}. Default: all.")
+    receivers: int = option(1, "Engines, each on a GPU of its own.", min=1)
+    rounds: int = option(8, "Updates over each path, in turns; the median counts.", min=1)
+    seconds: float = option(15.0, "How long tokens/s is measured, without and with updates.", min=1, max=3600)
+    every: float = option(5.0, "Seconds between those updates.", min=0.1, max=3600)
+    running: int = option(0, "Requests in a busy engine. Default: 64, on a CPU 16.", min=0)
+    device: str = option("auto", "auto (GPUs, if there are two), cpu or cuda.")
+    graphs: bool = option(True, "Decode with CUDA graphs; without, engines start sooner.")
+    together: bool = option(False, "Start the engines of all shapes at once.")
+    plain: bool = option(False, "Parameters without engines: the wire, checks and copies alone.")
+
+    def wanted(self, known: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the paths that are known, in their order."""
+        return tuple(path for path in known if path in self.paths.split(","))
 
 
-def make_plan(
-    shapes: str | None, paths: str | None, device: str, receivers: int | None, running: int | None, **settings: Any
-) -> Plan:
-    """Make a plan of the command's options. Raises ConfigError for unknown names, and for more GPUs than there are."""
-    import torch  # noqa: PLC0415
+def settled(plan: Plan) -> Plan:
+    """The plan without defaults. Raises ConfigError for unknown names, and for more GPUs than there are."""
+    import torch
 
-    gpus = torch.cuda.device_count()
+    gpus, device = torch.cuda.device_count(), plan.device
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device!r}: auto, cpu or cuda")
     if device == "auto":
         device = "cuda" if gpus > 1 else "cpu"
-    count = receivers or 1
-    if device == "cuda" and count + 1 > gpus:
-        raise ConfigError(f"--receivers {count}: with the trainer that takes {count + 1} GPUs, {gpus} are here")
-    known = PATHS + EXTRAS
-    wanted = tuple(path.strip() for path in paths.split(",")) if paths else known
-    if strange := sorted(set(wanted) - set(known)):
-        raise ConfigError(f"--paths {paths!r}: some of {', '.join(known)}, not {strange}")
-    if settings.get("plain"):
-        possible = ("raw", "ours", "ours_unverified")
-        wanted = tuple(path for path in wanted if path in possible) if not paths else wanted
-        if strange := sorted(set(wanted) - set(possible)):
-            raise ConfigError(f"--paths {paths!r}: without engines there are {', '.join(possible)}, not {strange}")
-    return Plan(
-        shapes=parse_shapes(shapes or ("tiny" if device == "cpu" else "0.6b,8b,moe")),
-        paths=tuple(path for path in PATHS if path in wanted),
-        extras=tuple(extra for extra in EXTRAS if extra in wanted),
+    if device == "cuda" and plan.receivers + 1 > gpus:
+        needed = plan.receivers + 1
+        raise ConfigError(f"--receivers {plan.receivers}: with the trainer that takes {needed} GPUs, {gpus} are here")
+    known = ("raw", "ours", "ours_unverified") if plan.plain else PATHS + EXTRAS
+    shapes = plan.shapes or ("tiny" if device == "cpu" else "0.6b,8b,moe")
+    return replace(
+        plan,
         device=device,
-        receivers=count,
-        running=running or (16 if device == "cpu" else 64),
-        **settings,
+        shapes=",".join(names("--shapes", shapes, SHAPES)),
+        paths=",".join(names("--paths", plan.paths or ",".join(known), known)),
+        running=plan.running or (16 if device == "cpu" else 64),
     )
 
 
-def run_sync_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
-    """Run it, print the result (as one line of JSON if `quiet`) and return it.
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """Weights from a trainer into engines: raw broadcast, SGLang's own ways and ours, stalls, tokens/s kept, joins.
 
     An error of a single path is not raised.
     """
-    if plan.out is not None:
-        check_out("--out", plan.out)
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {time.monotonic() - began:6.1f}s  {text}", file=sys.stderr, flush=True)
-
-    run = _Run(plan, say)
-    run.results = {
-        "what": "python -m benchmarks sync: weights from a trainer's device into engines",
-        "receivers": plan.receivers,
-        "rounds": plan.rounds,
-        "shapes": {},
-        "host": describe(plan.device),
-        "command": " ".join(["rolloutmq", *sys.argv[1:]]),
-    }
-    asyncio.run(_measure(run))
-    run.results["seconds"] = round(time.monotonic() - began, 1)
-    run.save()
-    print(json.dumps(run.results) if quiet else table(run.results))
-    return run.results
+    plan, began = settled(plan), time.monotonic()
+    results: dict[str, Any] = {"device": plan.device, "receivers": plan.receivers, "rounds": plan.rounds, "shapes": {}}
+    asyncio.run(_measure(plan, run, results))
+    return results | {"seconds": round(time.monotonic() - began, 1)}
 
 
-async def _measure(run: _Run) -> None:
-    plan = run.plan
+async def _measure(plan: Plan, run: Run, results: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        works = [_Work(run, shape, Path(folder) / shape.name, number) for number, shape in enumerate(plan.shapes)]
+        shapes = [SHAPES[name] for name in plan.shapes.split(",")]
+        works = [
+            _Work(plan, run, results, shape=shape, folder=Path(folder), number=number)
+            for number, shape in enumerate(shapes)
+        ]
         try:
             if plan.together:
                 await asyncio.gather(*(work.session.ensure() for work in works), return_exceptions=True)
@@ -144,54 +119,60 @@ async def _measure(run: _Run) -> None:
                 await work.session.close()
         finally:
             await asyncio.gather(*(work.session.close() for work in works))
-            run.save()
 
 
 class _Work:
     """One shape: its processes and its results."""
 
-    def __init__(self, run: _Run, shape: Shape, folder: Path, number: int) -> None:
-        folder.mkdir()
-        plan = run.plan
-        self._run = run
+    def __init__(
+        self, plan: Plan, run: Run, results: dict[str, Any], *, shape: Shape, folder: Path, number: int
+    ) -> None:
+        self.plan, self.paths, self._run, self._results = plan, plan.wanted(PATHS), run, results
         self.figures: dict[str, Any] = {"nbytes": shape.nbytes, "tensors": len(list(shape.tensors())), "errors": {}}
         rounds: dict[str, list[float]] = {}
-        self.figures |= {"rounds": rounds, **summary(shape.nbytes, rounds, plan.paths), **NOTHING}
-        run.results["shapes"][shape.name] = self.figures
-        self.session = Session(shape, plan, folder, number)
+        self.figures |= {"rounds": rounds, **summary(shape.nbytes, rounds, self.paths), **NOTHING}
+        results["shapes"][shape.name] = self.figures
+        own = folder / shape.name
+        own.mkdir()
+        engines: Any = {"device": plan.device, "count": plan.receivers, "running": plan.running}
+        self.session = Session(shape, own, number, graphs=plan.graphs, plain=plan.plain, **engines)
 
     async def do(self, step: str) -> None:
         """Run one of STEPS, if it is wanted."""
-        if step != "paths" and step not in self._run.plan.extras:
+        if step != "paths" and step not in self.plan.wanted(EXTRAS):
             return
-        run, figures, session = self._run, self.figures, self.session
-        run.say(f"{session.shape.name}, {figures['nbytes'] / 1e9:.2f} GB, {figures['tensors']} tensors: {step}")
+        self.say(f"{self.figures['nbytes'] / 1e9:.2f} GB, {self.figures['tensors']} tensors: {step}")
         try:
-            await STEPS[step](run, session, figures)
+            await STEPS[step](self)
         except (RolloutMQError, TimeoutError, OSError) as error:
-            _failed(run, figures, step, error)
-        figures |= {key: value for key, value in session.facts.items() if key not in ("host", "port")}
-        figures |= ratios(figures)
-        run.save()
+            self.failed(step, error)
+        self.keep({key: value for key, value in self.session.facts.items() if key not in ("host", "port")})
+
+    def say(self, text: str) -> None:
+        self._run.say(time.strftime("%H:%M:%S"), f"{self.session.shape.name}:", text)
+
+    def keep(self, found: dict[str, Any]) -> None:
+        """More figures."""
+        self.figures |= found
+        self.figures |= ratios(self.figures)
+        self._run.keep(self._results)
+
+    def failed(self, what: str, error: BaseException) -> None:
+        self.figures["errors"][what] = f"{type(error).__name__}: {error}"
+        self.say(f"{what} failed: {error}")
 
 
-def _failed(run: _Run, figures: dict[str, Any], what: str, error: BaseException) -> None:
-    figures["errors"][what] = f"{type(error).__name__}: {error}"
-    run.say(f"{what} failed: {error}")
-
-
-async def _paths(run: _Run, session: Session, figures: dict[str, Any]) -> None:
+async def _paths(work: _Work) -> None:
     """Run rounds in turns. Another path begins each round, and the first update of a path is not counted."""
-    plan, rounds = run.plan, figures["rounds"]
-    told: dict[str, list[dict[str, Any]]] = {}
+    plan, session, figures = work.plan, work.session, work.figures
+    rounds, told = figures["rounds"], dict[str, list[dict[str, Any]]]()
     keys = [
         f"{path}:{variant}" if variant else path
-        for path in plan.paths
+        for path in work.paths
         for variant in VARIANTS[plan.device].get(path, ("",))
     ]
-    for number in range(-1, plan.rounds):
-        turn = max(0, number) % max(1, len(keys))
-        for key in [*keys[turn:], *keys[:turn]]:
+    for number, in_turn in [(-1, keys), *turns(keys, plan.rounds if keys else 0)]:
+        for key in in_turn:
             if key in figures["errors"]:
                 continue
             try:
@@ -202,19 +183,16 @@ async def _paths(run: _Run, session: Session, figures: dict[str, Any]) -> None:
             except ConfigError:
                 raise
             except (RolloutMQError, TimeoutError, OSError) as error:
-                _failed(run, figures, key, error)
+                work.failed(key, error)
                 rounds.pop(key, None)
         if number < 0:
-            run.say(f"every path is set up; engine start took {session.facts.get('engine_start_s')} s")
+            work.say(f"every path is set up; engine start took {session.facts.get('engine_start_s')} s")
         else:
-            run.say(f"round {number + 1}: " + ", ".join(f"{key} {times[-1]} ms" for key, times in rounds.items()))
-            figures |= summary(figures["nbytes"], rounds, plan.paths)
-            run.save()
+            work.say(f"round {number + 1}: " + ", ".join(f"{key} {times[-1]} ms" for key, times in rounds.items()))
+            work.keep(summary(figures["nbytes"], rounds, work.paths))
     await session.raw_done()
-    figures |= summary(figures["nbytes"], rounds, plan.paths)
-    figures["ours_details"] = {key: _details(reports) for key, reports in told.items() if reports}
-    rates = [f"{path} {figures[f'{path}_gb_s']} GB/s" for path in plan.paths if figures[f"{path}_gb_s"] is not None]
-    run.say(f"{plan.rounds} rounds: " + ", ".join(rates))
+    details = {key: _details(reports) for key, reports in told.items() if reports}
+    work.keep(summary(figures["nbytes"], rounds, work.paths) | {"ours_details": details})
 
 
 def _details(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -233,16 +211,17 @@ STALLS = {
 }
 
 
-async def _stalls(run: _Run, session: Session, figures: dict[str, Any]) -> None:
+async def _stalls(work: _Work) -> None:
     """Measure stalls, medians of a few updates. A CPU receives nothing directly, so `stall_ms` is left out there."""
+    plan, session, figures = work.plan, work.session, work.figures
     details = figures.setdefault("stalls", {})
     for key, (given, mode) in STALLS.items():
         path = given
         name, _, variant = given.partition(":")
-        if name not in run.plan.paths or (variant and variant not in VARIANTS[run.plan.device][name]):
+        if name not in work.paths or (variant and variant not in VARIANTS[plan.device][name]):
             continue
         if name == "stock_bucket":
-            path += figures.get("stock_bucket_variant") or str(VARIANTS[run.plan.device][name][0])
+            path += figures.get("stock_bucket_variant") or str(VARIANTS[plan.device][name][0])
         found = []
         try:
             await session.ensure()
@@ -250,45 +229,47 @@ async def _stalls(run: _Run, session: Session, figures: dict[str, Any]) -> None:
             for _ in range(REPEATS):
                 found.append(await session.stall(path, mode=mode))
         except (RolloutMQError, TimeoutError, OSError) as error:
-            _failed(run, figures, key, error)
+            work.failed(key, error)
             continue
         figures[key] = round(statistics.median(stall for stall, _ in found), 2)
         details[key] = {
             "rounds": [round(stall, 2) for stall, _ in found],
             "step_ms": round(statistics.median(step for _, step in found), 2),
-            "running": run.plan.running,
+            "running": plan.running,
             "path": path,
             "mode": mode,
         }
-        run.say(f"{key} {figures[key]} (a step takes {details[key]['step_ms']} ms)")
+        work.say(f"{key} {figures[key]} (a step takes {details[key]['step_ms']} ms)")
 
 
-async def _tokens(run: _Run, session: Session, figures: dict[str, Any]) -> None:
+async def _tokens(work: _Work) -> None:
     """Measure tokens/s without updates, then with them, in place and staged."""
-    if "ours" not in run.plan.paths:
+    if "ours" not in work.paths:
         return
+    plan, session = work.plan, work.session
     path, mode = "ours:staged", "in_place"
     await session.ensure()
     await session.update(path)
-    without, _ = await session.tokens_per_s(run.plan.seconds, None, path, mode)
-    kept, updates = await session.tokens_per_s(run.plan.seconds, run.plan.every_s, path, mode)
-    figures |= {
+    without, _ = await session.tokens_per_s(plan.seconds, None, path, mode)
+    kept, updates = await session.tokens_per_s(plan.seconds, plan.every, path, mode)
+    work.figures |= {
         "tokens_s": round(without, 1),
         "tokens_s_with_updates": round(kept, 1),
         "tokens_kept": round(kept / without, 4) if without else None,
         "tokens_updates": updates,
     }
-    run.say(f"{without:,.0f} tok/s without updates, {kept:,.0f} with {updates} in {run.plan.seconds:.0f} s")
+    work.say(f"{without:,.0f} tok/s without updates, {kept:,.0f} with {updates} in {plan.seconds:.0f} s")
 
 
-async def _pool(run: _Run, session: Session, figures: dict[str, Any]) -> None:
+async def _pool(work: _Work) -> None:
     """Measure `publish` with Redis, ledger and roster: first, later, and after a worker left and came again."""
+    plan, session, figures = work.plan, work.session, work.figures
     await session.ensure()
     trainer, receivers = session.trainer, session.receivers
     try:
         with EmbeddedRedis() as server:
             where = {"redis_url": server.url, "pool": "bench"}
-            joins = {"max_running": run.plan.running, "timeout_s": STEP_S, **where}
+            joins = {"max_running": plan.running, "timeout_s": STEP_S, **where}
             last = await trainer.call("publisher_open", STEP_S, timeout_s=STEP_S, **where)
             await together(*(child.call("serve_pool", 2 * STEP_S, **joins) for child in receivers))
 
@@ -301,7 +282,7 @@ async def _pool(run: _Run, session: Session, figures: dict[str, Any]) -> None:
                 return float(report["ms"])
 
             figures["first_sync_ms"] = round(await publish(), 2)
-            later = [round(await publish(), 3) for _ in range(max(2, run.plan.rounds))]
+            later = [round(await publish(), 3) for _ in range(max(2, plan.rounds))]
             figures["ours_publish_ms"] = round(statistics.median(later), 3)
             figures["publish_rounds"] = later
             await receivers[-1].call("leave_pool", 2 * STEP_S, timeout_s=STEP_S)
@@ -309,43 +290,17 @@ async def _pool(run: _Run, session: Session, figures: dict[str, Any]) -> None:
             loaded = await receivers[-1].call("pool_version", 2 * STEP_S, version=last, timeout_s=STEP_S)
             figures["late_join_ms"] = round((loaded - began) * 1e3, 2)
             figures["regroup_ms"] = round(await publish(), 2)
-            run.say(
+            work.say(
                 f"publish {figures['ours_publish_ms']} ms (first {figures['first_sync_ms']}, after a change of members "
                 f"{figures['regroup_ms']}); late join {figures['late_join_ms']} ms"
             )
             await together(*(child.call("leave_pool", 2 * STEP_S, timeout_s=STEP_S) for child in receivers))
-            await trainer.call("publisher_close", STEP_S)
+            await trainer.call("publisher.close", STEP_S)
     except BaseException:
         await session.close()  # its processes may wait for this Redis, which is gone
         raise
 
 
-def describe(device: str) -> dict[str, Any]:
-    """Return the host and the versions of a measurement."""
-    import torch  # noqa: PLC0415
-
-    def of(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    host: dict[str, Any] = {
-        "device": device,
-        "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "sglang": of("sglang"),
-        "cores": len(os.sched_getaffinity(0)),
-    }
-    if device == "cuda":
-        count = torch.cuda.device_count()
-        host |= {
-            "gpus": [torch.cuda.get_device_name(number) for number in range(count)],
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
-    return host
-
-
-STEPS = {"paths": _paths, "stall": _stalls, "tokens": _tokens, "pool": _pool}
+STEPS: dict[str, Callable[[_Work], Awaitable[None]]] = {
+    "paths": _paths, "stall": _stalls, "tokens": _tokens, "pool": _pool
+}  # fmt: skip

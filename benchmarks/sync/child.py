@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from inspect import iscoroutinefunction
+from operator import attrgetter
 from typing import Any
 
 from rolloutmq.messages.errors import RolloutMQError, WaitTimeout
@@ -29,7 +30,8 @@ class ChildFailed(RolloutMQError):
 
 
 def serve(state: object, goodbye: Callable[[], Awaitable[None]] | None = None) -> None:
-    """Answer calls of `state`'s public methods until stdin ends. It runs its own event loop and does not return.
+    """Answer calls of methods of `state`, and of what it has ("raw.run"), until stdin ends. It runs its own event loop
+    and does not return.
 
     Each call is a task of its own. A method that is no coroutine runs in a thread, and may block.
     """
@@ -39,7 +41,7 @@ def serve(state: object, goodbye: Callable[[], Awaitable[None]] | None = None) -
     async def answer(request: dict[str, Any]) -> None:
         reply: dict[str, Any] = {"id": request["id"]}
         try:
-            call = getattr(state, request["call"])
+            call = attrgetter(request["call"])(state)
             if iscoroutinefunction(call):
                 reply["value"] = await call(**request["args"])
             else:

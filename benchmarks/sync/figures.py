@@ -83,33 +83,3 @@ def ratios(figures: Mapping[str, Any]) -> dict[str, float | None]:
         "ours_over_stock": round(min(stock) / ours, 4) if stock and ours else None,
         "verification_cost": round(ours / unverified - 1, 4) if ours and unverified else None,
     }
-
-
-ROWS = (
-    ("raw broadcast", "raw"),
-    ("stock, per tensor", "stock_tensor"),
-    ("stock, flattened bucket", "stock_bucket"),
-    ("RolloutMQ", "ours"),
-    ("RolloutMQ, not verified", "ours_unverified"),
-)
-OTHERS = (
-    "ours_publish_ms", "stall_ms", "stall_overlapped_ms", "stall_resume_ms", "stall_stock_ms", "tokens_kept",
-    "first_sync_ms", "regroup_ms", "late_join_ms", "ours_of_raw", "ours_over_stock", "verification_cost",
-)  # fmt: skip
-
-
-def table(results: Mapping[str, Any]) -> str:
-    """Return the figures for people: a line per path and shape, then the others."""
-    lines = []
-    for name, figures in results["shapes"].items():
-        size, tensors = figures["nbytes"] / 1e9, figures["tensors"]
-        lines.append(f"{name}: {size:.2f} GB, {tensors} tensors, {results['receivers']} receiver(s)")
-        for label, path in ROWS:
-            if f"{path}_ms" not in figures:
-                continue
-            ms, rate, variant = (figures[f"{path}_{kind}"] for kind in ("ms", "gb_s", "variant"))
-            text = "–" if ms is None else f"{ms:10.2f} ms {rate:9.2f} GB/s" + (f"  ({variant})" if variant else "")
-            lines.append(f"  {label:26}{text}")
-        lines += [f"  {key:26}{figures[key]:10}" for key in OTHERS if figures.get(key) is not None]
-        lines += [f"  failed: {what}: {why}" for what, why in figures["errors"].items()]
-    return "\n".join(lines)

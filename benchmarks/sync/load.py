@@ -113,7 +113,7 @@ class Load:
             self._current[number] = None
 
     async def _stream(self, number: int, request: EngineRequest) -> int:
-        from rolloutmq.worker.sglang.calls.ask import generate_input  # noqa: PLC0415 – imports SGLang
+        from rolloutmq.worker.sglang.calls.ask import generate_input
 
         asked = generate_input(request)
         asked.stream = True

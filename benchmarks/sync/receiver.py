@@ -24,7 +24,7 @@ from .stock import StockReceiver, StockRequest
 class EngineProcess:
     """State of the process. Every public method is a call of the parent's."""
 
-    _raw: Raw
+    raw: Raw
     _stock: StockReceiver
 
     def __init__(self) -> None:
@@ -55,15 +55,7 @@ class EngineProcess:
 
     def raw_open(self, **where: Any) -> None:
         """Join the group of raw broadcasts."""
-        self._raw = Raw(**where)
-
-    def raw(self, nbytes: int, bucket_bytes: int, timeout_s: float) -> Any:
-        """Run one round."""
-        return self._raw.run(nbytes, bucket_bytes, timeout_s)
-
-    def raw_free(self) -> None:
-        """Give the buffers back."""
-        self._raw.free()
+        self.raw = Raw(**where)
 
     async def stock_join(self, name: str, **where: Any) -> None:
         """Join the stock update group."""
@@ -87,10 +79,6 @@ class EngineProcess:
         if self._load is not None:
             self._load.resume()
         return began, ended
-
-    async def staging(self, policy: str) -> None:
-        """Set whether to receive beside the serving weights ("on") or while loading ("off"). No effect on a CPU."""
-        await self.engine.stage(policy)
 
     async def ours(self, order: dict[str, Any]) -> dict[str, Any]:
         """Receive a version by the order, from the first request until the device is done."""

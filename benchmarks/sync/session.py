@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,41 +27,25 @@ FIRST_VERSION = 1_000_000
 MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to measure.
-
-    seconds: length of each of the two windows for tokens/s. every_s: seconds between the updates in the second one.
-    running: requests at once in a busy engine. out: file for the result, written after every step.
-    graphs: whether engines decode with CUDA graphs. Without them they start in a third of the time.
-    together: start the engines of all shapes at once, which takes the memory of all of them. Each step is then done for
-    all
-        shapes before the next one.
-    plain: no engines, see plain.py.
-    """
-
-    shapes: list[Shape]
-    paths: tuple[str, ...]
-    extras: tuple[str, ...]
-    device: str
-    receivers: int
-    running: int
-    rounds: int = 8
-    seconds: float = 15.0
-    every_s: float = 5.0
-    out: Path | None = None
-    graphs: bool = True
-    together: bool = False
-    plain: bool = False
-
-
 class Session:
     """A trainer on device 0, and receiver i on device 1 + i, each in a process of its own."""
 
-    def __init__(self, shape: Shape, plan: Plan, folder: Path, number: int) -> None:
-        """folder: for the model's configuration. number: of this session among those that run at the same time."""
-        self.shape, self.device, self.count, self.running = shape, plan.device, plan.receivers, plan.running
-        self._graphs, self._number, self._plain = plan.graphs, number, plan.plain
+    def __init__(
+        self,
+        shape: Shape,
+        folder: Path,
+        number: int,
+        *,
+        device: str,
+        count: int,
+        running: int,
+        graphs: bool,
+        plain: bool,
+    ) -> None:
+        """folder: for the model's configuration. number: of this session among those that run at the same time. count:
+        receivers. running: requests in a busy engine. graphs: CUDA graphs. plain: no engines, see plain.py."""
+        self.shape, self.device, self.count, self.running = shape, device, count, running
+        self._graphs, self._number, self._plain = graphs, number, plain
         self.facts: dict[str, Any] = {}
         self._folder = folder
         self._children: list[Child] = []
@@ -153,17 +136,15 @@ class Session:
                     for i, child in enumerate(self.receivers)
                 ),
             )
-        size = {"bucket_bytes": min(bucket_bytes, self.facts["nbytes"]), "timeout_s": STEP_S}
-        _, *spans = await together(
-            self.trainer.call("raw", 2 * STEP_S, **size),
-            *(child.call("raw", 2 * STEP_S, nbytes=self.facts["nbytes"], **size) for child in self.receivers),
-        )
+        nbytes = self.facts["nbytes"]
+        size = {"nbytes": nbytes, "bucket_bytes": min(bucket_bytes, nbytes), "timeout_s": STEP_S}
+        _, *spans = await together(*(child.call("raw.run", 2 * STEP_S, **size) for child in self._children))
         return spans
 
     async def raw_done(self) -> None:
         """Give the memory of raw broadcasts back."""
         if "raw" in self._opened:
-            await together(*(child.call("raw_free", STEP_S) for child in self._children))
+            await together(*(child.call("raw.free", STEP_S) for child in self._children))
 
     async def _stock(self, path: str, bucket_bytes: int | None) -> list[Span]:
         if "stock" not in self._opened:
@@ -195,12 +176,12 @@ class Session:
             self._opened.add("ours")
         if fresh := f"staging:{variant}" not in self._opened:
             policy = "off" if variant == "direct" else "on"
-            await together(*(child.call("staging", STEP_S, policy=policy) for child in self.receivers))
+            await together(*(child.call("engine.stage", STEP_S, policy=policy) for child in self.receivers))
             self._opened -= {opened for opened in self._opened if opened.startswith("staging:")}
             self._opened.add(f"staging:{variant}")
         self._version += 1
         order = await self.trainer.call(
-            "ours_announce",
+            "ours.announce",
             STEP_S,
             epoch=self._version,
             workers=self._names,
@@ -210,7 +191,7 @@ class Session:
         )
         orders = [order | {"worker": name} for name in self._names]
         _, *reports = await together(
-            self.trainer.call("ours_send", 2 * STEP_S, workers=self._names, timeout_s=STEP_S),
+            self.trainer.call("ours.send", 2 * STEP_S, workers=self._names, timeout_s=STEP_S),
             *(child.call("ours", 2 * STEP_S, order=one) for child, one in zip(self.receivers, orders, strict=True)),
         )
         if fresh:  # buffers and bindings were made just now, and are not measured

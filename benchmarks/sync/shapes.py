@@ -129,9 +129,20 @@ def one_shape(name: str) -> Shape:
     return shape
 
 
-def parse_shapes(text: str) -> list[Shape]:
-    """Return the shapes that a text such as `0.6b,8b` names. Raises ConfigError for an unknown name."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names or (strange := sorted(set(names) - SHAPES.keys())):
-        raise ConfigError(f"--shapes {text!r}: some of {', '.join(SHAPES)}" + (f", not {strange}" if names else ""))
-    return [SHAPES[name] for name in names]
+def write_random(shape: Shape, folder: Path, device: str = "cpu") -> dict[str, Any]:
+    """A checkpoint with random weights and a tokenizer of bytes. Returns the tensors, on the device."""
+    import torch
+    from safetensors.torch import save_file
+
+    from rolloutmq.ops.tiny_model import write_tiny_model
+
+    write_tiny_model(folder)
+    shape.write(folder)
+    random = torch.Generator(device).manual_seed(0)
+    place: Any = {"device": device, "dtype": torch.bfloat16}
+    tensors = {
+        name: torch.randn(size, generator=random, **place) * 0.02 if len(size) > 1 else torch.ones(size, **place)
+        for name, size in shape.tensors()
+    }
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return tensors

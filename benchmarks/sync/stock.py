@@ -106,7 +106,7 @@ class StockGroup:
         if device.type == "cuda":
             if not torch.distributed.is_nccl_available():
                 raise ConfigError("device='cuda': this PyTorch has no NCCL; allowed: 'cpu'")
-            from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415 – missing from CPU builds
+            from torch.distributed import ProcessGroupNCCL
 
             nccl = ProcessGroupNCCL.Options()
             nccl._timeout = timedelta(days=1)  # deadlines are kept by `send`

@@ -27,10 +27,10 @@ class Trainer:
     _store: Any
     _flat: torch.Tensor
     _tensors: list[tuple[str, torch.Tensor]]
-    _raw: Raw
+    raw: Raw
     _stock: StockGroup
-    _ours: OursSender
-    _publisher: Any
+    ours: OursSender
+    publisher: Any
 
     def open(self, shape: str, device: str) -> dict[str, Any]:
         """Make the weights, all in one piece of memory, and the rendezvous store."""
@@ -49,15 +49,7 @@ class Trainer:
 
     def raw_open(self, **where: Any) -> None:
         """Join the group of raw broadcasts."""
-        self._raw = Raw(rank=0, host=HOST, port=0, device=self._device, store=self._store, **where)
-
-    def raw(self, bucket_bytes: int, timeout_s: float) -> Any:
-        """Run one round."""
-        return self._raw.run(self._flat.numel(), bucket_bytes, timeout_s)
-
-    def raw_free(self) -> None:
-        """Give the buffers back."""
-        self._raw.free()
+        self.raw = Raw(rank=0, host=HOST, port=0, device=self._device, store=self._store, **where)
 
     def stock_open(self, **where: Any) -> None:
         """Make the update group. The engines join meanwhile."""
@@ -93,31 +85,23 @@ class Trainer:
             for name, tensor in self._tensors:
                 yield name, -tensor if negate else tensor
 
-        self._ours = OursSender(flipped, host=HOST, device=self._device, timeout_s=timeout_s)
-        return {"pack_s": self._ours.pack_s, "digest_s": self._ours.digest_s, "buckets": self._ours.buckets}
-
-    def ours_announce(self, **order: Any) -> dict[str, Any]:
-        """See OursSender.announce."""
-        return self._ours.announce(**order)
-
-    def ours_send(self, workers: list[str], timeout_s: float) -> None:
-        """Wait until these have the version that was announced."""
-        self._ours.send(workers, timeout_s)
+        self.ours = OursSender(flipped, host=HOST, device=self._device, timeout_s=timeout_s)
+        return {"pack_s": self.ours.pack_s, "digest_s": self.ours.digest_s, "buckets": self.ours.buckets}
 
     def publisher_open(self, redis_url: str, pool: str, timeout_s: float) -> int:
         """Make a WeightPublisher. Returns the last version that it knows."""
-        from rolloutmq.sync.publish import WeightPublisher  # noqa: PLC0415 – starts threads and connections of its own
+        from rolloutmq.sync.publish import WeightPublisher
 
-        self._ours.close()
-        self._publisher = WeightPublisher(redis_url, pool, host=HOST, transfer_timeout_s=timeout_s)
-        return int(self._publisher.last_version)
+        self.ours.close()
+        self.publisher = WeightPublisher(redis_url, pool, host=HOST, transfer_timeout_s=timeout_s)
+        return int(self.publisher.last_version)
 
     def publish(self, version: int, timeout_s: float) -> dict[str, Any]:
         """Publish and wait for the commit. Returns milliseconds until the call returned, and until the commit."""
         if self._device != "cpu":
             torch.cuda.synchronize()
         began = time.monotonic()
-        handle = self._publisher.publish(version, iter(self._tensors))
+        handle = self.publisher.publish(version, iter(self._tensors))
         returned = time.monotonic()
         report = handle.wait(timeout_s)
         ended = time.monotonic()
@@ -128,10 +112,6 @@ class Trainer:
             "call_ms": (returned - began) * 1e3,
             "ms": (ended - began) * 1e3,
         }
-
-    def publisher_close(self) -> None:
-        """Close the publisher."""
-        self._publisher.close()
 
 
 if __name__ == "__main__":

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import engine
 from benchmarks.__main__ import app
+from benchmarks.scale import bench as scale
+from benchmarks.sync import bench as sync
 
 LONG = "x" * 300
 
@@ -37,6 +41,19 @@ def refused(arguments: Sequence[str], named: Sequence[str]) -> None:
 )
 def test_an_option(arguments: str, named: Sequence[str]) -> None:
     refused(arguments.split(), named)
+
+
+def test_options_are_the_fields_of_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr("benchmarks.__main__.run", lambda plan, out, quiet: ran.append((plan, out, quiet)))
+    out = tmp_path / "o"
+    for arguments in ("sync --no-graphs --json", f"engine --sglang a=1 --out {out}", "scale fleet.toml --kill 3"):
+        assert CliRunner().invoke(app, arguments.split()).exit_code == 0
+    assert ran == [
+        (sync.Plan(graphs=False), None, True),
+        (engine.Plan(sglang=["a=1"]), out, False),
+        (scale.Plan(Path("fleet.toml"), kill=3), None, False),
+    ]
 
 
 @pytest.mark.parametrize("command", ["queue --peers none", "sync --device cpu --shapes tiny"])

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from benchmarks.engine import run_engine_bench
+from benchmarks import harness
+from benchmarks.engine import Plan
 from benchmarks.workload import Workload
 from rolloutmq.messages.errors import ConfigError
 
@@ -55,15 +56,4 @@ def test_a_small_run_on_a_cpu() -> None:
 )
 def test_what_model_is_meant_is_said_once(model: str | None, shape: str | None, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        run_engine_bench(
-            model=model,
-            shape=shape,
-            prompts=1,
-            max_running=1,
-            rounds=1,
-            max_new_tokens=1,
-            dtype="auto",
-            load_format="auto",
-            extra={},
-            quiet=True,
-        )
+        harness.run(Plan(model, shape), quiet=True)

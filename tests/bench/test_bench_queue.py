@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from benchmarks.broker.bench import LEVELS, Plan, parse_levels, run_queue_bench
-from benchmarks.broker.environments import PEERS_PATH, parse_peers, peer_systems, pins
-from benchmarks.broker.turn import BenchFailed, System, take_turn
+from benchmarks import harness
+from benchmarks.broker.bench import Plan
+from benchmarks.broker.environments import PEERS, PEERS_PATH, peer_systems, pins
+from benchmarks.broker.turn import System, take_turn
+from benchmarks.parts import BenchFailed
 from benchmarks.peers.load import Load, Tally
 from rolloutmq.messages import ConfigError
 
@@ -29,10 +31,8 @@ def test_a_small_run_without_peers(
     with redis.Redis.from_url(redis_db) as client:
         client.set("precious", 1)
     out = tmp_path / "results" / "queue.json"
-    plan = Plan(
-        rounds=1, seconds=0.2, workers=(1, 3), lifecycles=64, out=out, durable=("everysec", "disk"), journal=True
-    )
-    figures = run_queue_bench(plan, quiet=True)
+    plan = Plan("none", 1, 0.2, workers="1,3", lifecycles=64, durable="everysec,disk", journals=True)
+    figures = harness.run(plan, out, quiet=True)
     assert figures.keys() >= KEYS
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == figures == json.loads(out.read_text())
     assert figures["rq"] is figures["arq"] is figures["taskiq"] is figures["ratio_rq"] is None
@@ -57,11 +57,18 @@ def test_a_small_run_without_peers(
     assert figures["host"]["memory_gb"] == round(kibibytes * 1024 / 1e9, 1)
 
 
-def test_levels_are_checked_by_name() -> None:
-    assert parse_levels("none") == ()
-    assert parse_levels(",".join(LEVELS)) == tuple(LEVELS)
-    with pytest.raises(ConfigError, match=r"--durable: unknown paper; allowed are memory, everysec"):
-        parse_levels("disk,paper")
+def test_names_are_checked() -> None:
+    assert harness.names("--peers", "none", PEERS, none=True) == harness.names("--peers", "", PEERS, none=True) == []
+    assert harness.names("--peers", "rq, arq", PEERS) == ["rq", "arq"]
+    for text in ("rq,celery", "none,celery"):
+        with pytest.raises(ConfigError, match=r"--peers .*some of rq, arq, taskiq, or none; unknown: .*'celery'"):
+            harness.names("--peers", text, PEERS, none=True)
+    with pytest.raises(ConfigError, match="some of rq, arq, taskiq; unknown"):
+        harness.names("--peers", "", PEERS)
+
+
+def test_another_variant_begins_each_round() -> None:
+    assert list(harness.turns("abc", 4)) == [(0, [*"abc"]), (1, [*"bca"]), (2, [*"cab"]), (3, [*"abc"])]
 
 
 def test_rq_takes_its_turn(redis_db: str) -> None:
@@ -101,11 +108,7 @@ def test_the_tally_refuses_what_is_wrong() -> None:
         tally.answered("b", load.payload(1)[:128])
 
 
-def test_peers_are_named_and_pinned() -> None:
-    assert parse_peers("none") == []
-    assert parse_peers("rq, arq") == ["rq", "arq"]
-    with pytest.raises(ConfigError, match="celery"):
-        parse_peers("rq,celery")
+def test_peers_are_pinned() -> None:
     assert pins("rq")["rq"].startswith("2.12")
     assert {"arq", "redis", "hiredis"} <= pins("arq").keys()
     assert {"taskiq", "taskiq-redis", "redis", "hiredis"} <= pins("taskiq").keys()

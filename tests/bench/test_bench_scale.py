@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.broker.turn import BenchFailed
-from benchmarks.scale.bench import ScalePlan, run_scale_bench, simulate
+from benchmarks import harness
+from benchmarks.parts import BenchFailed
+from benchmarks.scale.bench import Plan, simulate
 from benchmarks.scale.deaths import Deaths
 from benchmarks.scale.draws import Draws
 from benchmarks.scale.oracle import Oracle, script
@@ -24,8 +25,7 @@ PREEMPTED = Path(__file__).resolve().parents[2] / "benchmarks" / "scenarios" / "
 
 
 def test_half_the_fleet_preempted_every_minute_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ScalePlan(read_scenario(PREEMPTED, max_workers=24))
-    figures = run_scale_bench(plan, quiet=True)
+    figures = harness.run(Plan(PREEMPTED, workers=24), quiet=True)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(json.dumps(figures))
     kept, without = figures["with_partials"], figures["without_partials"]
     for run in (kept, without):
@@ -38,7 +38,7 @@ def test_half_the_fleet_preempted_every_minute_loses_nothing(capsys: pytest.Capt
     assert kept["tokens"]["delivered"] == without["tokens"]["delivered"]  # the same load
     assert kept["tokens"]["wasted_share"] <= 0.05
     assert without["tokens"]["wasted_share"] > 0.05
-    assert kept["again_s"]["dead"]["p50"] >= plan.scenario.lease_s
+    assert kept["again_s"]["dead"]["p50"] >= figures["scenario"]["lease_s"]
     assert len(kept["timeline"]) > 0
 
 
@@ -139,8 +139,7 @@ def test_not_all_workers_can_die() -> None:
 
 @pytest.mark.slow
 def test_jobs_of_real_workers_that_are_killed_run_again(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ScalePlan(deaths=Deaths(workers=6, killed=3, lease_s=1.0, sample_s=4.0))
-    figures = run_scale_bench(plan, quiet=True)["deaths"]
+    figures = harness.run(Plan(workers=6, kill=3, lease=1.0), quiet=True)["deaths"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["deaths"] == figures
     assert figures["results"] == figures["jobs"] == 24
     assert figures["recovery_s"]["count"] == figures["jobs_of_the_dead"]

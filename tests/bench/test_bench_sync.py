@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sync.bench import PATHS, make_plan, run_sync_bench
+from benchmarks import harness
+from benchmarks.sync.bench import EXTRAS, PATHS, Plan, settled
 from benchmarks.sync.child import Child, ChildFailed
-from benchmarks.sync.figures import best, gb_s, ratios, span_ms, stall_ms, steps, summary, table
+from benchmarks.sync.figures import best, gb_s, ratios, span_ms, stall_ms, steps, summary
 from benchmarks.sync.session import together
-from benchmarks.sync.shapes import SHAPES, parse_shapes
+from benchmarks.sync.shapes import SHAPES
 from rolloutmq.messages import ConfigError
 
 KEYS = {
@@ -30,8 +31,8 @@ def test_a_small_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     if find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
     out = tmp_path / "results" / "sync.json"
-    plan = make_plan("tiny", None, "cpu", None, 4, rounds=2, seconds=3.0, every_s=0.4, out=out)
-    results = run_sync_bench(plan, quiet=True)
+    plan = Plan("tiny", device="cpu", running=4, rounds=2, seconds=3.0, every=0.4)
+    results = harness.run(plan, out, quiet=True)
     assert json.loads(capsys.readouterr().out) == results == json.loads(out.read_text())
     figures = results["shapes"]["tiny"]
     assert figures["errors"] == {}
@@ -56,8 +57,8 @@ def test_a_small_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert figures["tokens_kept"] > 0
     for key in ("ours_publish_ms", "first_sync_ms", "regroup_ms", "late_join_ms"):
         assert 0 < figures[key] < 60_000
-    assert results["host"].keys() >= {"device", "torch", "sglang", "cores"}
-    assert "RolloutMQ, not verified" in table(results)
+    assert results["device"] == "cpu"
+    assert results["host"]["packages"].keys() >= {"torch", "sglang"}
 
 
 async def test_a_child_tells_why_a_call_failed_and_that_it_is_gone() -> None:
@@ -152,14 +153,17 @@ def test_a_checkpoint_of_transformers_has_the_same_tensors(name: str) -> None:
 
 
 def test_the_command_line_is_checked() -> None:
-    assert [shape.name for shape in parse_shapes("8b, tiny")] == ["8b", "tiny"]
+    assert settled(Plan("8b, tiny", device="cpu")).shapes == "8b,tiny"
     with pytest.raises(ConfigError, match="7b"):
-        parse_shapes("7b")
+        settled(Plan("7b", device="cpu"))
     with pytest.raises(ConfigError, match="some of raw"):
-        make_plan("tiny", "raw,fast", "cpu", None, None)
+        settled(Plan("tiny", "raw,fast", device="cpu"))
+    with pytest.raises(ConfigError, match=r"some of raw, ours, ours_unverified; unknown: .*'pool'"):
+        settled(Plan("tiny", "raw,pool", device="cpu", plain=True))
     with pytest.raises(ConfigError, match="--device"):
-        make_plan("tiny", None, "tpu", None, None)
+        settled(Plan("tiny", device="tpu"))
     with pytest.raises(ConfigError, match="takes 65 GPUs"):
-        make_plan("tiny", None, "cuda", 64, None)
-    plan = make_plan(None, "ours,raw,stall", "cpu", None, None)
-    assert (plan.paths, plan.extras, plan.shapes[0].name) == (("raw", "ours"), ("stall",), "tiny")
+        settled(Plan("tiny", receivers=64, device="cuda"))
+    plan = settled(Plan(paths="ours,raw,stall", device="cpu"))
+    assert (plan.wanted(PATHS), plan.wanted(EXTRAS)) == (("raw", "ours"), ("stall",))
+    assert (plan.shapes, plan.running) == ("tiny", 16)

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.sync.bench import PATHS, make_plan, run_sync_bench
+from benchmarks import harness
+from benchmarks.sync.bench import PATHS, Plan
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.mark.timeout(600)
 def test_every_path_between_two_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = make_plan("0.6b", None, "cuda", 1, None, rounds=5, seconds=6.0, every_s=2.0, out=tmp_path / "sync.json")
-    figures = run_sync_bench(plan, quiet=True)["shapes"]["0.6b"]
+    plan = Plan("0.6b", device="cuda", rounds=5, seconds=6.0, every=2.0)
+    figures = harness.run(plan, tmp_path / "sync.json", quiet=True)["shapes"]["0.6b"]
     with capsys.disabled():
         print({key: value for key, value in figures.items() if key.endswith(("_gb_s", "_ms"))})
     assert figures["errors"] == {}

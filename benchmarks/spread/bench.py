@@ -1,8 +1,8 @@
 """Is work spread? The real broker with simulated engines, beside an ideal balancer and beside an earlier commit.
 
-    python -m benchmarks.spread --out benchmarks/results/spread-cpu.json       # make bench-spread, about 25 minutes
-    python -m benchmarks.spread --fast                                         # a minute
-    python -m benchmarks.spread --only cost                                    # what a job costs Redis
+    python -m benchmarks spread --out benchmarks/results/spread-cpu.json       # make bench-spread, about 25 minutes
+    python -m benchmarks spread --fast                                         # a minute
+    python -m benchmarks spread --only cost                                    # what a job costs Redis
 
 Each case (load.py) runs in a process of its own on a private redis-server (pool.py), its client in another one
 (client.py). Time is stretched: the case says by how much, and it runs again with more if Redis or the harness took
@@ -20,27 +20,24 @@ time is stretched.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rolloutmq.ops.redis import EmbeddedRedis
-
-from ..broker.environments import describe_host
+from ..harness import Run, names, option, turns
+from ..parts import Part
+from .cost import cost_us
 from .ideal import Ideal
 from .load import CURVES, MEASURED, MEDIAN, MOST, PROMPT, ROOM, SIGMA, Case, Lost
+from .pool import run_case
 
 BEFORE = "80afd48"
 SHARE, TRIES = 0.5, 3
 MOST_RATIO, MOST_UNEVEN, MOST_COST = 1.10, 1.25, 1.05
-CASE_S = 900
 COST_PROCESSES, COST_ROUNDS, COST_BATCHES = 8, 8, 4
 EACH = (1, 8, 64)
 REMARKS = [
@@ -88,19 +85,12 @@ def exported(commit: str, folder: str) -> str:
     return folder
 
 
-def environment(path: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": path} if path else dict(os.environ)
-
-
-def measure(case: Case, path: str) -> dict[str, Any]:
+def figures_of(case: Case, path: str) -> dict[str, Any]:
     """Run a case until it was not too fast for this host."""
     for _ in range(TRIES):
-        command, env = [sys.executable, "-m", "benchmarks.spread.pool", case.to_json()], environment(path)
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=CASE_S, check=False)
-        if done.returncode:
-            raise SystemExit(f"{case.name}: {done.stderr[-4000:]}")
         figures: dict[str, Any] = {"seed": case.seed, "stretch": case.stretch, "host_load": os.getloadavg()[0]}
-        figures |= json.loads(done.stdout.splitlines()[-1])
+        with Part(run_case, dataclasses.asdict(case), path=path) as process:
+            figures |= process.answer()
         over = max(figures["redis_share"], figures["harness_share"]) / SHARE
         if over < 1:
             break
@@ -114,7 +104,7 @@ def measure(case: Case, path: str) -> dict[str, Any]:
 
 def median_of(case: Case, path: str) -> dict[str, Any]:
     """The run with the median ratio, and the ratios of all."""
-    runs = [measure(dataclasses.replace(case, seed=case.seed + i), path) for i in range(case.runs)]
+    runs = [figures_of(dataclasses.replace(case, seed=case.seed + i), path) for i in range(case.runs)]
     ratios = [one["ratio"] for one in runs]
     return sorted(runs, key=lambda one: one["ratio"])[len(runs) // 2] | {"ratios": ratios}
 
@@ -129,73 +119,38 @@ def even(case: Case, figures: dict[str, Any]) -> bool:
     return most <= MOST_UNEVEN * least or most - least <= case.n
 
 
-def compare(case: Case, before: str) -> dict[str, Any]:
+def compare(case: Case, before: str, run: Run) -> dict[str, Any]:
     """A case now and before, beside the ideal."""
     row: dict[str, Any] = dataclasses.asdict(case)
     del row["stretch"], row["seed"]
     for side, path in (("now", ""), ("before", before)):
-        figures = row[side] = median_of(case, path)
-        say(case.name if side == "now" else "", side, figures)
+        row[side] = median_of(case, path)
+        run.say(f"{case.name}, {side}:", **{name: row[side][name] for name in SHOWN})
     row["even"] = even(case, row["now"])
     return row
 
 
-COLUMNS = "ratio", "loads", "stretch", "redis_share", "harness_share", "moves", "jobs_per_claim", "redis_us_per_job"
+SHOWN = "ratio", "loads", "stretch", "redis_share", "harness_share", "moves", "jobs_per_claim", "redis_us_per_job"
 
 
-def say(name: str, side: str, figures: dict[str, Any]) -> None:
-    """A line of the table."""
-    loads = "{}..{}".format(*figures["loads"]) if figures["loads"] else ""
-    cells = [str(cell) for cell in ({**figures, "loads": loads}[column] for column in COLUMNS)]
-    widths = map(len, COLUMNS)
-    print(f"{name:50} {side:6}", *(f"{cell:>{max(9, w)}}" for cell, w in zip(cells, widths, strict=True)), flush=True)
-
-
-class Side:
-    """One commit's Redis, on which jobs are run when it is asked to."""
-
-    def __init__(self, path: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.spread.cost"]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, env=environment(path), stdin=pipe, stdout=pipe, text=True)
-        self._line()
-
-    def _line(self) -> str:
-        assert self._process.stdout
-        if not (line := self._process.stdout.readline()):
-            raise SystemExit("the measurement of costs failed")
-        return line
-
-    def us(self, each: int) -> float:
-        """µs of Redis for a job."""
-        assert self._process.stdin
-        self._process.stdin.write(f"{each} {COST_BATCHES}\n")
-        self._process.stdin.flush()
-        return float(self._line())
-
-    def end(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
-
-
-def costs(before: str) -> list[dict[str, Any]]:
+def costs(before: str, run: Run) -> list[dict[str, Any]]:
     """µs of Redis for a job at equal jobs per claim, now and before, in turns.
 
     Two servers with the same code differ by some percent, for as long as they run; so the mean of several counts.
     """
     found: dict[int, list[tuple[float, float]]] = {each: [] for each in EACH}
     for _ in range(COST_PROCESSES):
-        sides = Side(""), Side(before)
-        for each in EACH:
-            took: dict[Side, list[float]] = {side: [] for side in sides}
-            for number in range(1 + COST_ROUNDS):
-                for side in sides if number % 2 else reversed(sides):
-                    took[side].append(side.us(each))
-            now, then = (statistics.median(took[side][1:]) for side in sides)  # the first warms up
-            found[each].append((now, then))
-        for side in sides:
-            side.end()
+        with Part(cost_us) as current, Part(cost_us, path=before) as earlier:
+            for side in (current, earlier):
+                side.line()
+            for each in EACH:
+                took: dict[Part, list[float]] = {current: [], earlier: []}
+                for _, in_turn in turns((earlier, current), 1 + COST_ROUNDS):
+                    for side in in_turn:
+                        side.tell(f"{each} {COST_BATCHES}")
+                        took[side].append(float(side.line()))
+                now, then = (statistics.median(took[side][1:]) for side in (current, earlier))  # the first warms up
+                found[each].append((now, then))
     rows = []
     for each, pairs in found.items():
         now, then = (statistics.mean(side) for side in zip(*pairs, strict=True))
@@ -208,10 +163,7 @@ def costs(before: str) -> list[dict[str, Any]]:
             "rounds": COST_ROUNDS,
         }
         rows.append(row)
-        print(
-            f"{each} jobs per claim: {now:.1f} µs of Redis for a job, before {then:.1f}, ratio {now / then:.3f}",
-            flush=True,
-        )
+        run.say("µs of Redis for a job:", **row)
     return rows
 
 
@@ -231,50 +183,35 @@ def missed(rows: list[dict[str, Any]], cost: list[dict[str, Any]]) -> list[str]:
     return found + [f"{one['jobs_per_claim']} jobs per claim: cost {one['ratio']}" for one in dear]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, action="append", help="only cases with so many; may be repeated")
-    parser.add_argument("--fast", action="store_true", help="a few small cases")
-    parser.add_argument("--only", choices=("cases", "cost"), help="the other part of --out is kept")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--before", default=BEFORE, help="commit to be compared with")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    cases = [case for case in (FAST if options.fast else CASES) if case.workers in (options.workers or [case.workers])]
-    found: dict[str, Any] = {"cases": [], "cost": []}
-    if options.out and options.only and options.out.exists():
-        found = json.loads(options.out.read_text())
-    with EmbeddedRedis() as server:
-        host = describe_host(server.url, [])
-    with tempfile.TemporaryDirectory() as folder:
-        before = exported(options.before, folder)
-        if options.only != "cost":
-            print(f"{'case':50} {'':6}", *(f"{column:>9}" for column in COLUMNS))
-            found["cases"] = [compare(dataclasses.replace(case, seed=options.seed), before) for case in cases]
-        if options.only != "cases" and not options.fast:
-            found["cost"] = costs(before)
-    command = " ".join(["python", "benchmarks/spread", *sys.argv[1:]])
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run."""
+
+    workers: list[int] = option([], "Only cases with so many; may be repeated.")
+    fast: bool = option(False, "A few small cases.")
+    only: str = option("cases,cost", "One of these two.")
+    seed: int = option(1, "Of the lengths.")
+    before: str = option(BEFORE, "Commit to be compared with.")
+
+
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """How evenly work is spread: makespans on the real broker with simulated engines, as multiples of an ideal one."""
+    parts = names("--only", plan.only, ("cases", "cost"))
+    cases = [case for case in (FAST if plan.fast else CASES) if case.workers in (plan.workers or [case.workers])]
+    found: dict[str, Any] = {"before": plan.before, "seed": plan.seed, "remarks": REMARKS, "cases": [], "cost": []}
     found |= {
-        "what": "makespans as multiples of the ideal one, on the real broker with simulated engines",
-        "remarks": REMARKS,
-        "commands": [*found.get("commands", ()), command],
-        "before": options.before,
-        "seed": options.seed,
         "curves": CURVES,
         "measured": MEASURED,
         "tokens": {"median": MEDIAN, "sigma": SIGMA, "most": MOST, "prompt": PROMPT},
         "room": ROOM,
-        "host": host,
-        "missed": missed(found["cases"], found["cost"]),
     }
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-    worst = {side: max((row[side]["ratio"] for row in found["cases"]), default=None) for side in ("now", "before")}
-    cost = {one["jobs_per_claim"]: one["ratio"] for one in found["cost"]}
-    print(json.dumps({"worst_ratio": worst, "cost": cost, "missed": found["missed"]}))
-    if found["missed"]:
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        before = exported(plan.before, folder)
+        for case in cases if "cases" in parts else ():
+            found["cases"].append(compare(dataclasses.replace(case, seed=plan.seed), before, run))
+            run.keep(found)
+        if "cost" in parts and not plan.fast:
+            found["cost"] = costs(before, run)
+    found["missed"] = missed(found["cases"], found["cost"])
+    run.say("not as it has to be:", found["missed"])
+    return found

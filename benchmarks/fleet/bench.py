@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 
-from ..broker.environments import describe_host
+from ..harness import Run, names, option
 from . import churn, deaths, real, simulated
 
 RECEIVERS = 1000
 SHAPES = ((32, 512 << 20, 1.25e9, 4e9), (32, 512 << 20, 12.5e9, 20e9))
 """Buckets, bytes of a bucket, bytes a second of a link, and of verifying: 17 GB over 10 and over 100 Gbit/s."""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="where the results go, as JSON")
-    parser.add_argument("--only", default="simulated,real,first,churn,deaths,sglang", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--versions", type=int, default=30, help="of the fleet that churns, and of the still one")
-    asked = parser.parse_args()
-    found: dict[str, Any] = {"torch": torch.__version__}
-    with EmbeddedRedis() as server:
-        found["host"] = describe_host(server.url, [])
-    for part in asked.only.split(","):
-        found[part] = PARTS[part](asked.versions)
-        for line in found[part] if isinstance(found[part], list) else [found[part]]:
-            print(part, json.dumps(line), flush=True)
-        if asked.out is not None:
-            asked.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _simulated(_versions: int) -> list[dict[str, Any]]:
@@ -65,5 +44,21 @@ PARTS = {
     "sglang": _sglang,
 }
 
-if __name__ == "__main__":
-    main()
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    only: str = option(",".join(PARTS), f"Of {', '.join(PARTS)}.")
+    versions: int = option(30, "Of the fleet that churns, and of the still one.", min=1)
+
+
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """From `publish` until a version is verified at each survivor, of a fleet that churns."""
+    found: dict[str, Any] = {}
+    for part in names("--only", plan.only, PARTS):
+        found[part] = PARTS[part](plan.versions)
+        for line in found[part] if isinstance(found[part], list) else [found[part]]:
+            run.say(part, **line)
+        run.keep(found)
+    return found

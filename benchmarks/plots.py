@@ -1,4 +1,7 @@
-"""Draw what `python -m benchmarks queue --out` wrote: python -m benchmarks.plot_queue RESULT.json docs/queue.svg"""
+"""Draw what `python -m benchmarks queue --out` or `scale --out` wrote.
+
+python -m benchmarks.plots RESULT.json docs/queue.svg
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,11 @@ SYSTEMS = {
 }
 COLOURS = {"rolloutmq": "#2a6fb0", "raw": "#c7c7c7"}
 PEER = "#8c8c8c"
+USES = {"used": "#2a6fb0", "idle": "#c7c7c7", "starting": "#b45f06"}
 
 
-def draw(figures: dict[str, Any], path: Path) -> None:
+def draw_queue(figures: dict[str, Any]) -> Any:
     """Jobs per second by system, and Redis' CPU per job and per heartbeat by the number of workers."""
-    # Text stays text, and ids and dates are fixed: the same result gives the same file.
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "rolloutmq", "font.size": 10})
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", width_ratios=[3, 2])
     _bars(left, figures)
     _growth(right, figures)
@@ -38,9 +40,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         f"p50 {figures['p50_ms']} ms, p99 {figures['p99_ms']} ms at a tenth of the load",
         fontsize=8,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def _bars(axis: Any, figures: dict[str, Any]) -> None:
@@ -86,6 +86,44 @@ def _growth(axis: Any, figures: dict[str, Any]) -> None:
     axis.legend(loc="lower right")
 
 
+def draw_scale(figures: dict[str, Any]) -> Any:
+    """Workers by what they do, jobs in the queue, and how long new jobs waited, over simulated time."""
+    scenario, run = figures["scenario"], figures["with_partials"]
+    rows = run["timeline"]
+    hours = [row["minute"] / 60 for row in rows]
+    figure, axes = plt.subplots(3, 1, figsize=(10, 7), sharex=True, layout="constrained", height_ratios=[3, 1.4, 1.4])
+    axes[0].stackplot(
+        hours, *([row[use] for row in rows] for use in USES), labels=list(USES), colors=list(USES.values())
+    )
+    needs = scenario["max_workers"]
+    parts = [part * scenario["minutes"] / 60 / len(scenario["load"]) for part in range(len(scenario["load"]) + 1)]
+    axes[0].stairs([needs * share for share in scenario["load"]], parts, color="black", linestyle="--", label="load")
+    axes[0].set(ylabel="workers", title=f"{needs} workers at most, the load of a day, pre-emptions")
+    axes[0].legend(loc="upper left", ncols=4)
+    axes[1].plot(hours, [row["queued"] for row in rows], color="#2a6fb0", linewidth=1)
+    axes[1].set_ylabel("jobs queued")
+    axes[2].plot(hours, [row["queue_s"] for row in rows], color="#2a6fb0", linewidth=1)
+    axes[2].set(ylabel="median wait of\nnew jobs, s", xlabel="simulated hours", xlim=(0, hours[-1]))
+    for axis in axes:
+        axis.grid(alpha=0.25)
+    figure.supxlabel(
+        f"{run['samples']:,} samples; {run['tokens']['wasted_share']:.3%} of tokens wasted; queue p50 "
+        f"{run['queue_s']['p50']:.0f} s, p95 {run['queue_s']['p95']:.0f} s; GPU hours: {run['gpu_hours']['used']:,.0f} "
+        f"used, {run['gpu_hours']['idle']:,.0f} idle, {run['gpu_hours']['starting']:,.0f} starting",
+        fontsize=8,
+    )
+    return figure
+
+
+def main() -> None:
+    source, target = map(Path, sys.argv[1:])
+    # Text stays text, and ids and dates are fixed: the same result gives the same file.
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "rolloutmq", "font.size": 10})
+    figures = json.loads(source.read_text())
+    figure = draw_scale(figures) if "scenario" in figures else draw_queue(figures)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None, dpi=120)
+
+
 if __name__ == "__main__":
-    source, target = sys.argv[1:]
-    draw(json.loads(Path(source).read_text()), Path(target))
+    main()
