@@ -54,11 +54,11 @@ async def committing(redis_db: str, broker: Broker, mode: UpdateMode) -> AsyncIt
         finally:
             engine.load.set()
             assert (await published).state == "committed"
-        await eventually(lambda: running.worker._generation.running == len(jobs))
+        await eventually(lambda: running.generation.running == len(jobs))
         engine.tokens_per_s = 1e9
         engine.abort_all()
         await all_done(broker, jobs)
-        assert (running.worker._generation.version, engine.starts) == (1, 1)
+        assert (running.generation.version, engine.starts) == (1, 1)
 
 
 @pytest.mark.parametrize("what", ["abort", "pause and resume", "two aborts at once"])
@@ -66,7 +66,7 @@ async def test_nothing_starts_during_a_commit_though_an_interruption_ends_in_it(
     what: str, redis_db: str, control: PoolControl, broker: Broker
 ) -> None:
     async with committing(redis_db, broker, "resume") as (running, engine, _):
-        assert running.worker._generation.running == 0
+        assert running.generation.running == 0
         if what == "abort":
             (await control.abort(drop=False)).check()
         elif what == "two aborts at once":
@@ -77,7 +77,7 @@ async def test_nothing_starts_during_a_commit_though_an_interruption_ends_in_it(
             (await control.resume()).check()
         await all_that_can_happen_now()
         assert engine.started_while_loading == []
-        assert running.worker._generation.running == 0
+        assert running.generation.running == 0
 
 
 @pytest.mark.parametrize("what", ["abort", "pause abort", "pause retract", "pause in_place"])
@@ -87,7 +87,7 @@ async def test_a_pause_during_a_slow_commit_in_place_waits_and_the_engine_lives(
     """What runs cannot end before the commit does: that says nothing about the engine."""
     monkeypatch.setattr(InFlight.interrupt, "__defaults__", (0.0,))  # an engine has no time at all to obey
     async with committing(redis_db, broker, "in_place") as (running, engine, _):
-        service, before = running.worker._service, running.worker._generation.running
+        service, before = running.worker._service, running.generation.running
         mode: Any = what.removeprefix("pause ")
         asked = asyncio.create_task(control.abort(drop=False) if what == "abort" else control.pause(mode))
         if what != "abort":
@@ -95,8 +95,8 @@ async def test_a_pause_during_a_slow_commit_in_place_waits_and_the_engine_lives(
         else:
             await eventually(lambda: running.worker._commands._begun or asked.done())
         await all_that_can_happen_now()
-        assert not running.worker._keeper.dead.is_set()
-        assert running.worker._generation.running == before == 3
+        assert running.status.state != "quarantined"
+        assert running.generation.running == before == 3
         assert not asked.done()
         engine.load.set()
         (await asked).check()
@@ -111,7 +111,7 @@ async def test_a_restart_lets_go_of_what_the_dead_engine_was_held_for_and_of_not
 ) -> None:
     async with worker(redis_db, engine=slow(), max_running=3) as running:
         jobs = await busy(broker, running)
-        gate, follower = running.worker._generation.gate, running.worker._follower
+        gate, follower = running.generation.gate, running.worker._follower
         somebody = gate.holder("somebody")
         somebody.acquire()
         (await control.pause("abort")).check()
@@ -120,7 +120,7 @@ async def test_a_restart_lets_go_of_what_the_dead_engine_was_held_for_and_of_not
         assert gate.reasons == ["asleep", "pause", "quarantine", "somebody"]
         assert follower.gate.reasons == ["asleep"]
         running.engine.kill()
-        await eventually(lambda: running.engine.starts == 2 and not running.worker._keeper.dead.is_set())
+        await eventually(lambda: running.engine.starts == 2 and running.status.state != "quarantined")
         await eventually(lambda: gate.reasons == ["pause", "somebody"])
         assert follower.gate.is_open
         (await control.resume()).check()
@@ -175,7 +175,7 @@ async def test_a_transfer_that_waited_for_its_turn_leaves_an_engine_alone_that_s
             asleep.acquire()
         await eventually(lambda: not follower.turn.locked())
         await all_that_can_happen_now()
-        assert (prepared, running.worker._generation.version) == ([], 0)
+        assert (prepared, running.generation.version) == ([], 0)
         asleep.release()
         assert (await asyncio.to_thread(handle.wait, 60)).state == "committed"
         assert prepared == [1]

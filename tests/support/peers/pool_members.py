@@ -109,7 +109,7 @@ async def _work(pipe: Connection, told: dict[str, Any]) -> None:
             pipe.send(
                 {
                     "id": worker.worker_id if worker.joined.is_set() else "",
-                    "version": worker._generation.version,
+                    "version": worker.vitals.generation.version,
                     "in_service": follower is not None and follower.in_service,
                     "quarantined": follower is not None and follower.quarantined,
                     "updating": follower is not None and follower.updating,
