@@ -41,7 +41,7 @@ async def serve(url: str, options: habits.Options) -> None:
         await worker.run()
     finally:
         telling.cancel()
-    tell(generated=worker._generation.generated_tokens)
+    tell(generated=worker.vitals.generation.generated_tokens)
 
 
 async def _tell_incarnations(worker: Any) -> None:

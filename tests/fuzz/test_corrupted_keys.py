@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
-from support.pools.pool import Running, eventually, worker
+from support.pools.pool import Running, eventually, runs, worker
 from support.specimens.messages import tokens
 
 from rolloutmq import GenerateJob, JobHandle, RolloutClient, SamplingParams
@@ -197,7 +197,7 @@ async def test_a_broken_key_harms_its_owner_alone(redis_db: str, db: Redis, brok
                 await broker.enqueue([one.model_copy(update={"reply_to": "owner"}) for one in (mine, waits)])
             theirs = await other.submit(tokens(sampling=short))
             sent = await CommandSender(db, "default").send("version", timeout_s=30.0)
-            await eventually(lambda: engine._aborts)
+            await eventually(lambda: runs(engine))
             key = key_of(Scene(broker.keys, running, mine.id, sent.command.id))
             await break_key(db, kind, key, way)
             await broker.enqueue([tokens(reply_to="owner", lora="nobody", sampling=short)])  # it is dead-lettered

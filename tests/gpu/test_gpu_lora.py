@@ -293,9 +293,9 @@ async def _pool(pool: Pool, judge: Judge, newer: dict[str, torch.Tensor]) -> Non
 
     # In flight across an update.
     asked = asyncio.create_task(pool.answers(job(prompt, 3000, lora="math"), job(prompt, 3000)))
-    await eventually(lambda: worker._generation.running == 2, timeout=60.0)
+    await eventually(lambda: worker.vitals.generation.running == 2, timeout=60.0)
     await pool.publish(2)
-    assert worker._generation.running == 2
+    assert worker.vitals.generation.running == 2
     flew, flew_plain = await asked
     judged(judge, prompt, flew, 1)
     judged(judge, prompt, flew_plain, 0)

@@ -13,8 +13,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("capabilities", ROOT / "tools" / "capabilities.py")
-assert _spec is not None
-assert _spec.loader is not None
 capabilities: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(capabilities)
 TABLE = tomllib.loads((ROOT / "docs" / "capabilities.toml").read_text())

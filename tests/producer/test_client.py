@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 from redis.asyncio import Redis
-from support.pools.pool import check_scripted, eventually, stream_length, worker
+from support.pools.clients import arrived, crash, waits
+from support.pools.pool import check_scripted, eventually, runs, stream_length, worker
 from support.specimens.messages import SHORT, job, tokens
 
 from rolloutmq import (
@@ -132,7 +133,7 @@ async def test_acknowledged_when_the_code_comes_back_for_the_next(
     await client.submit_many([tokens() for _ in range(10)])
     iterator = client.results(10)
     await anext(iterator)
-    await eventually(lambda: len(client._core.inbox) == 9)
+    await eventually(lambda: arrived(client) == 9)
     assert await stream_length(db, broker) == 10
     async for _ in iterator:
         pass  # the same loop goes on: its next round acknowledges the first one
@@ -174,7 +175,7 @@ async def test_a_loop_ends_when_what_it_waits_for_is_refused(
     submission = asyncio.create_task(client.submit(tokens()))
     await submitting.wait()
     loop = asyncio.create_task(anext(client.results(), None))
-    await eventually(lambda: client._core.reader.waiting)
+    await eventually(lambda: waits(client))
     refuse.set()
     with pytest.raises(PoolBusy):
         await submission
@@ -188,16 +189,14 @@ async def test_a_crash_gives_what_was_not_acknowledged_again(
     first = await RolloutClient(redis_db, client_id="client").open()
     jobs = [tokens() for _ in range(5)]
     await first.submit_many(jobs)
-    await eventually(lambda: len(first._core.inbox) == 5)
-    assert first._core.reader._task is not None
-    first._core.reader._task.cancel()  # a crash: no acknowledgement, no goodbye
+    await eventually(lambda: arrived(first) == 5)
+    await crash(first)
     async with RolloutClient(redis_db, client_id="client") as second:
         states = [handle.state for handle in await second.submit_many(jobs)]
         assert states == ["done"] * 5
         found = [one.job_id async for one in second.results(5)]
         assert sorted(found) == sorted(one.id for one in jobs)
     assert await stream_length(db, broker) == 0
-    await first._core._redis.aclose()
 
 
 async def test_submitting_again_what_was_taken(client: RolloutClient, serving: None) -> None:
@@ -216,7 +215,7 @@ async def test_a_crash_between_the_samples_of_a_job(redis_db: str, broker: Broke
     one = tokens(n=3)
     async with RolloutClient(redis_db, client_id="client") as first:
         await first.submit(one)
-        await eventually(lambda: len(first._core.inbox) == 3)
+        await eventually(lambda: arrived(first) == 3)
         iterator = first.results(5)
         await anext(iterator)
         await anext(iterator)  # acknowledges the first one, and is itself not acknowledged
@@ -252,11 +251,11 @@ async def test_cancelling_stops_a_worker(redis_db: str, client: RolloutClient) -
     engine = ScriptedEngine(tokens_per_s=1)
     async with worker(redis_db, engine=engine):
         handle = await client.submit(tokens(sampling=SamplingParams(max_new_tokens=1000)))
-        await eventually(lambda: engine._aborts)
+        await eventually(lambda: runs(engine))
         assert await client.cancel([handle]) == ["ok"]
         with pytest.raises(JobFailed, match="cancelled by the client"):
             await client.wait(handle, 5)
-        await eventually(lambda: not engine._aborts)
+        await eventually(lambda: runs(engine, 0))
 
 
 @pytest.mark.one_shard

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from redis.asyncio import Redis
+from support.pools.clients import arrived
 from support.pools.pool import eventually, worker
 from support.specimens.messages import SHORT, job, result
 
@@ -54,7 +55,7 @@ async def test_an_entry_below_the_newest_that_was_read(redis_db: str, broker: Br
     async with RolloutClient(redis_db, client_id="client") as client:
         (first, _) = await client.submit_many([a, b])
         await db.xadd(stream, {"j": b.id, "s": 0, "m": encode(result(b)), "l": 1}, id="2000-0")
-        await eventually(lambda: len(client._core.inbox) == 1)
+        await eventually(lambda: arrived(client) == 1)
         await db.delete(stream)
         await db.xadd(stream, {"j": a.id, "s": 0, "m": encode(result(a)), "l": 1}, id="1500-0")
         assert len(await client.wait(first, timeout=5)) == 1
@@ -66,7 +67,7 @@ async def test_a_group_is_whole_after_a_restart(redis_db: str, broker: Broker) -
         await first.submit_many(members)
         await broker.cancel([members[0].id])  # it failed before there was any result that could name the group
         async with worker(redis_db, max_running=1, prefetch=0):
-            await eventually(lambda: len(first._core.inbox) >= 2)
+            await eventually(lambda: arrived(first) >= 2)
     async with RolloutClient(redis_db, client_id="client") as second, worker(redis_db):
         groups = [group async for group in second.groups(timeout=10)]
     assert [(group.group_id, len(group.results), len(group.failures)) for group in groups] == [("g", 2, 1)]
@@ -117,5 +118,5 @@ async def test_a_read_that_was_too_much_is_made_smaller(redis_db: str, broker: B
         by_id = {one.id: one for one in jobs}
         for claim in await lease.claim(100, 100, 0):
             await lease.complete([Finished(claim.job_id, 1, 0, result(by_id[claim.job_id]))])
-        await eventually(lambda: len(client._core.inbox) == 100)
+        await eventually(lambda: arrived(client) == 100)
         assert client._core.reader._count == 512  # small ones: many at a time

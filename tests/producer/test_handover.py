@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from support.pools.clients import arrived, waits
 from support.pools.interrupts import interrupted_at
 from support.pools.pool import eventually, stream_length, worker
 from support.specimens.messages import tokens
@@ -87,7 +88,7 @@ async def test_a_call_that_is_cancelled_anywhere_loses_nothing(redis_server: Emb
             jobs = [tokens(n=2), tokens(n=2)]
             asked = asyncio.create_task(call(client, jobs))
             if turn >= TICKS:
-                await eventually(lambda it=asked: len(client._core.inbox) or client._core.inbox._aside or it.done())
+                await eventually(lambda it=asked: arrived(client) or client._core.inbox._aside or it.done())
             await ticks(turn % TICKS)
             with frozen(redis_server):
                 asked.cancel()
@@ -103,7 +104,7 @@ async def test_a_call_that_is_cancelled_anywhere_loses_nothing(redis_server: Emb
             rest = [one async for one in client.results(10)]
             while not received | samples(rest) >= {it for it in expected if it[0] in whole}:
                 # A submission that was cut off, and accepted: its outcomes are expected once the first has arrived.
-                await client._core.until(lambda: len(client._core.inbox) > 0, 10)
+                await client._core.until(lambda: arrived(client) > 0, 10)
                 rest += [one async for one in client.results(10)]
             left = samples(rest)
             assert not received & left, "each outcome once"
@@ -123,7 +124,7 @@ async def test_a_loop_goes_on_after_a_wait_that_was_cancelled(redis_db: str, cli
     source: AsyncIterator[Any] = client.map(jobs) if loop == "map" else getattr(client, loop)()
     for _ in range(3):
         waiting = asyncio.ensure_future(anext(source))
-        await eventually(lambda: client._core.reader.waiting)
+        await eventually(lambda: waits(client))
         waiting.cancel()
         await asyncio.wait([waiting])
     async with worker(redis_db):
@@ -186,7 +187,7 @@ async def test_loops_do_not_wait_for_what_belongs_to_another_call(
     if loop != "map":
         await client.submit(mine)
     looping = asyncio.create_task(anext(aiter(items(mine))))
-    await eventually(lambda: client._core.reader.waiting == 2)
+    await eventually(lambda: waits(client) == 2)
     async with worker(redis_db):
         assert len(samples(await owning)) >= 1
         assert not looping.done()
@@ -207,7 +208,7 @@ def test_ctrl_c_loses_nothing_at_any_line(redis_db: str, serving_thread: None, c
             found: Any = None
             handle = client.submit(tokens(n=2)) if call != "generate" else None
             if handle is not None:
-                asyncio.run(eventually(lambda client=client: len(client._it._core.inbox) == 2))
+                asyncio.run(eventually(lambda client=client: arrived(client) == 2))
             loop = client.results(10)
             act = {
                 "wait": lambda client=client, handle=handle: client.wait(handle, 10),
@@ -262,14 +263,14 @@ def ctrl_c_when(condition: Callable[[], Any]) -> Iterator[None]:
 def test_ctrl_c_while_waiting(redis_db: str) -> None:
     with BlockingRolloutClient(redis_db) as client:
         handle = client.submit(tokens(min_version=9))
-        with ctrl_c_when(lambda: client._it._core.reader.waiting):
+        with ctrl_c_when(lambda: waits(client)):
             client.wait(handle, 20)
         # nothing was lost by it: the job is still there, and the client still works
         assert client.outstanding == 1
         with pytest.raises(WaitTimeout):
             client.wait(handle, 0.05)
         loop = client.results()
-        with ctrl_c_when(lambda: client._it._core.reader.waiting):
+        with ctrl_c_when(lambda: waits(client)):
             list(loop)
         assert client.cancel([handle]) == ["ok"]
         assert len(list(loop)) == 1, "the loop goes on"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from support.pools.clients import arrived
 from support.pools.interrupts import interrupted_at
 from support.pools.pool import eventually, stream_length
 from support.specimens.messages import tokens
@@ -46,7 +47,7 @@ async def test_the_next_loop_acknowledges_what_the_one_before_gave(
     client: RolloutClient, broker: Broker, serving: None, leave: Callable[[Any], Coroutine[Any, Any, None]]
 ) -> None:
     await client.submit_many([tokens() for _ in range(5)])
-    await eventually(lambda: len(client._core.inbox) == 5)
+    await eventually(lambda: arrived(client) == 5)
     for _ in range(5):
         await leave(client)
     await eventually(lambda: acknowledged_but(1, client, broker))
@@ -102,7 +103,7 @@ def test_ctrl_c_on_the_way_to_the_next_item_acknowledges_the_one_before(redis_db
     for line in itertools.count(1):
         with BlockingRolloutClient(redis_db, client_id="client") as client:
             client.submit(tokens(n=2))
-            asyncio.run(eventually(lambda client=client: len(client._it._core.inbox) == 2))
+            asyncio.run(eventually(lambda client=client: arrived(client) == 2))
             loop = client.results(10)
             next(loop)
             with contextlib.suppress(KeyboardInterrupt), interrupted_at(line):

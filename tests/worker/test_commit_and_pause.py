@@ -54,11 +54,11 @@ async def committing(redis_db: str, broker: Broker, mode: UpdateMode) -> AsyncIt
         finally:
             engine.load.set()
             assert (await published).state == "committed"
-        await eventually(lambda: running.worker._generation.running == len(jobs))
+        await eventually(lambda: running.generation.running == len(jobs))
         engine.tokens_per_s = 1e9
         engine.abort_all()
         await all_done(broker, jobs)
-        assert (running.worker._generation.version, engine.starts) == (1, 1)
+        assert (running.generation.version, engine.starts) == (1, 1)
 
 
 @pytest.mark.parametrize("what", ["abort", "pause and resume", "two aborts at once"])
@@ -66,7 +66,7 @@ async def test_nothing_starts_during_a_commit_though_an_interruption_ends_in_it(
     what: str, redis_db: str, control: PoolControl, broker: Broker
 ) -> None:
     async with committing(redis_db, broker, "resume") as (running, engine, _):
-        assert running.worker._generation.running == 0
+        assert running.generation.running == 0
         if what == "abort":
             (await control.abort(drop=False)).check()
         elif what == "two aborts at once":
@@ -77,7 +77,7 @@ async def test_nothing_starts_during_a_commit_though_an_interruption_ends_in_it(
             (await control.resume()).check()
         await all_that_can_happen_now()
         assert engine.started_while_loading == []
-        assert running.worker._generation.running == 0
+        assert running.generation.running == 0
 
 
 @pytest.mark.parametrize("what", ["abort", "pause abort", "pause retract", "pause in_place"])
@@ -87,7 +87,7 @@ async def test_a_pause_during_a_slow_commit_in_place_waits_and_the_engine_lives(
     """What runs cannot end before the commit does: that says nothing about the engine."""
     monkeypatch.setattr(InFlight.interrupt, "__defaults__", (0.0,))  # an engine has no time at all to obey
     async with committing(redis_db, broker, "in_place") as (running, engine, _):
-        state, before = running.worker._generation.state, running.worker._generation.running
+        state, before = running.generation.state, running.generation.running
         mode: Any = what.removeprefix("pause ")
         asked = asyncio.create_task(control.abort(drop=False) if what == "abort" else control.pause(mode))
         if what != "abort":
@@ -95,8 +95,8 @@ async def test_a_pause_during_a_slow_commit_in_place_waits_and_the_engine_lives(
         else:
             await eventually(lambda: running.worker._commands._begun or asked.done())
         await all_that_can_happen_now()
-        assert not running.worker._generation.state.dead.is_set()
-        assert running.worker._generation.running == before == 3
+        assert not running.generation.state.dead.is_set()
+        assert running.generation.running == before == 3
         assert not asked.done()
         engine.load.set()
         (await asked).check()
@@ -111,7 +111,7 @@ async def test_a_restart_lets_go_of_what_the_dead_engine_was_held_for_and_of_not
 ) -> None:
     async with worker(redis_db, engine=slow(), max_running=3) as running:
         jobs = await busy(broker, running)
-        gate, state = running.worker._generation.gate, running.worker._generation.state
+        gate, state = running.generation.gate, running.generation.state
         somebody = gate.holder("somebody")
         somebody.acquire()
         (await control.pause("abort")).check()
@@ -120,7 +120,7 @@ async def test_a_restart_lets_go_of_what_the_dead_engine_was_held_for_and_of_not
         assert gate.reasons == ["asleep", "pause", "quarantine", "somebody"]
         assert state.weights.reasons == ["asleep"]
         running.engine.kill()
-        await eventually(lambda: running.engine.starts == 2 and not running.worker._generation.state.dead.is_set())
+        await eventually(lambda: running.engine.starts == 2 and not running.generation.state.dead.is_set())
         await eventually(lambda: gate.reasons == ["pause", "somebody"])
         assert state.weights.is_open
         (await control.resume()).check()
@@ -139,7 +139,7 @@ async def test_what_is_allowed_is_decided_when_the_turn_has_come(
     monkeypatch.setattr(InFlight.interrupt, "__defaults__", (0.0,))
     async with worker(redis_db, engine=slow(), max_running=3) as running:
         jobs = await busy(broker, running)
-        state = running.worker._generation.state
+        state = running.generation.state
         if action == "wake":
             (await control.sleep(["cuda_graph"])).check()
         async with state.turn.take("a test"):
@@ -167,7 +167,7 @@ async def test_a_transfer_that_waited_for_its_turn_leaves_an_engine_alone_that_s
             return await super().prepare_weights(order)
 
     async with worker(redis_db, engine=Noting()) as running, publisher(redis_db) as source:
-        state = running.worker._generation.state
+        state = running.generation.state
         asleep = state.weights.holder("asleep")
         async with state.turn.take("sleep"):
             handle = source.publish(1, WEIGHTS.items())

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from support.pools.pool import Running, change, eventually, shard_with, worker
+from support.pools.pool import Running, change, eventually, runs, shard_with, worker
 from support.specimens.messages import tokens
 
 from rolloutmq import JobFailed, RolloutClient, SamplingParams
@@ -47,13 +47,13 @@ async def test_a_late_job_frees_its_slots_at_its_deadline(
     async with worker(redis_db, engine=engine) as running:
         later = await client.submit(tokens(sampling=LONG, deadline_s=60.0))
         soon = await client.submit(tokens(sampling=LONG, deadline_s=50.0, n=3))
-        await eventually(lambda: running.worker._generation.running == 4)
+        await eventually(lambda: running.generation.running == 4)
         due(running, soon.job_id, 0.1)
         with pytest.raises(JobFailed, match="expired: its deadline passed while it was running"):
             await client.wait(soon)
-        await eventually(lambda: len(engine._running) == 1)
+        await eventually(lambda: runs(engine, 1))
         await client.cancel([later])
-        await eventually(lambda: not engine._running)
+        await eventually(lambda: runs(engine, 0))
 
 
 async def test_the_slots_are_free_even_if_redis_cannot_be_told(
@@ -69,9 +69,9 @@ async def test_the_slots_are_free_even_if_redis_cannot_be_told(
     engine = slow()
     async with worker(redis_db, engine=engine) as running:
         job = await client.submit(tokens(sampling=LONG, deadline_s=50.0))
-        await eventually(lambda: engine._running)
+        await eventually(lambda: runs(engine))
         due(running, job.job_id)
-        await eventually(lambda: not engine._running)
+        await eventually(lambda: runs(engine, 0))
         part = shard_with(client.broker, job.job_id)
         await change(part, job.job_id, {"e": 1})
         await part.redis.zadd(part.keys.deadlines, {job.job_id: 1})
@@ -95,8 +95,8 @@ async def test_no_late_job_waits_until_redis_has_been_told_of_another(
     engine = slow()
     async with worker(redis_db, engine=engine, drain_s=0.0) as running:
         jobs = [await client.submit(tokens(sampling=LONG, deadline_s=50.0)) for _ in range(2)]
-        await eventually(lambda: len(engine._running) == 2)
+        await eventually(lambda: runs(engine, 2))
         for in_s, job in enumerate(jobs):
             due(running, job.job_id, in_s / 10)
         await eventually(lambda: len(told) == 2)
-        await eventually(lambda: not engine._running)
+        await eventually(lambda: runs(engine, 0))

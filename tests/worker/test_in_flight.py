@@ -124,7 +124,6 @@ async def test_nothing_of_a_running_leg_is_saved_during_a_switch() -> None:
     (sample,), (request_id,) = await bench.run(1)
     bench.engine.made[request_id] = 6
     piece = sample.unsaved(bench.engine.progress)
-    assert piece is not None
     assert piece.partial.segments == (Segment(1, 6),)
     sample.keep_saved(piece)
     async with bench.generation.in_flight.switching():
@@ -132,12 +131,10 @@ async def test_nothing_of_a_running_leg_is_saved_during_a_switch() -> None:
         assert sample.unsaved(bench.engine.progress) is None
         bench.switched(2, {request_id: 8})
     piece = sample.unsaved(bench.engine.progress)
-    assert piece is not None
     assert (piece.partial.start, piece.partial.segments) == (6, (Segment(1, 2), Segment(2, 4)))
     sample.keep_saved(piece)
     bench.engine.made[request_id] = 15
     piece = sample.unsaved(bench.engine.progress)
-    assert piece is not None
     assert (piece.partial.start, piece.partial.segments) == (12, (Segment(2, 3),))
     bench.engine.end(request_id, 20)
     await eventually(lambda: bench.finished)

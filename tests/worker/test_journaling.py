@@ -56,7 +56,7 @@ async def test_what_was_saved_and_who_went_on_with_it(redis_db: str, broker: Bro
     assert (saved[0].versions, saved[0].data["start"], saved[0].data["state"]) == ((0,), 0, "ok")
     assert saved[0].data["tokens"] > 0
     async with worker(redis_db, engine=slow(), journal=str(tmp_path / "next")) as other:
-        await eventually(lambda: other.worker._held.unpublished)
+        await eventually(lambda: other.status.held)
         assert await broker.stop([one.id]) == ["ok"]
         await wait_replies(broker, 1)
     entries = list(read(tmp_path / "next"))
@@ -72,10 +72,10 @@ async def test_jobs_that_end_otherwise(redis_db: str, broker: Broker, tmp_path: 
     async with worker(redis_db, engine=slow(), drain_s=0.0, journal=str(tmp_path)) as running:
         await broker.enqueue([refused, held])
         await wait_replies(broker, 1)
-        await eventually(lambda: running.worker._generation.running)
+        await eventually(lambda: running.generation.running)
         running.engine.kill()
         await eventually(lambda: running.engine.starts == 2)
-        await eventually(lambda: running.worker._generation.running)
+        await eventually(lambda: running.generation.running)
     entries = list(read(tmp_path))
     whole = [
         (entry.data["what"], entry.attempt) for entry in read(tmp_path, job=held.id) if entry.data["what"] != "saved"

@@ -40,8 +40,7 @@ async def busy(
     engine = CountedEngine()
     await broker.enqueue(jobs)
     async with worker(url, engine=engine, **config) as running:
-        await eventually(lambda: len(engine._running) == sum(one.n for one in jobs), what="all run")
-        await eventually(lambda: all(map(engine._sampled, engine._running)), what="tokens")
+        await eventually(lambda: len(engine.ops.generated()) == sum(one.n for one in jobs), what="all have tokens")
         yield running, engine
 
 
@@ -65,7 +64,7 @@ async def ask(broker: Broker, giver: Running, taker: str, samples: int) -> None:
 async def test_what_runs_goes_on_at_a_late_worker_with_its_tokens(redis_db: str, broker: Broker) -> None:
     jobs = [*some(6), *some(1, n=2)]
     async with busy(redis_db, broker, jobs) as (one, first), idle(redis_db) as (two, second):
-        await eventually(lambda: two.worker._generation.running == one.worker._generation.running == 4, what="half")
+        await eventually(lambda: two.generation.running == one.generation.running == 4, what="half")
         moved = held(two)
         for job_id in moved:
             known = await record(broker, job_id)
@@ -88,7 +87,7 @@ async def test_what_waits_at_a_paused_worker_goes_to_an_idle_one(
     async with busy(redis_db, broker, jobs) as (one, first):
         (await control.pause("abort")).check()
         async with idle(redis_db) as (two, second):
-            await eventually(lambda: two.worker._generation.running == 4, what="half")
+            await eventually(lambda: two.generation.running == 4, what="half")
             second.tokens_per_s = 1e9
             hurry(two)
             await eventually(lambda: len(held(one)) == 1, what="the rest but one, which is no more than its share")
@@ -113,7 +112,7 @@ async def test_some_jobs_never_move(why: str, redis_db: str, broker: Broker, joi
         for it in stay:
             await change(broker, it.id, {"M": 3})
     async with busy(redis_db, broker, [*stay, *go]) as (one, first), idle(redis_db) as (two, second):
-        await eventually(lambda: two.worker._generation.running == 5, what="its share")
+        await eventually(lambda: two.generation.running == 5, what="its share")
         assert held(two) == {it.id for it in go}
         hurry(one)
         hurry(two)
@@ -173,7 +172,7 @@ async def test_new_weights_may_come_in_the_midst_of_moves(mode: UpdateMode, redi
                 assert (await updates).state == "committed"
                 await eventually(lambda: all(held(it) for it in (two, three)), what="all have something")
                 for it in (one, two, three):
-                    await eventually(lambda it=it: it.worker._generation.version == 2)
+                    await eventually(lambda it=it: it.generation.version == 2)
                     hurry(it)
                 found = await each_token_once(broker, jobs, first, second, third)
     for it in found:
@@ -185,7 +184,7 @@ async def test_what_an_update_waits_for_is_not_interrupted(redis_db: str, broker
     jobs = some(8)
     async with busy(redis_db, broker, jobs) as (one, first), publisher(redis_db, mode="drain") as source:
         update = asyncio.create_task(publish(source, 1))
-        await eventually(lambda: not one.worker._generation.gate.is_open, what="it waits for what runs")
+        await eventually(lambda: not one.generation.gate.is_open, what="it waits for what runs")
         async with idle(redis_db) as (two, second):
             await ask(broker, one, two.id, 4)
             await broker.cancel([jobs[0].id])
@@ -260,7 +259,6 @@ async def test_a_sample_that_ends_in_the_middle_is_published_and_its_job_stays_u
     jobs = some(4, n=2)
     async with taking_out(redis_db, broker, jobs, monkeypatch) as (one, first, two, second):
         lease, may_publish = one.worker._lease, asyncio.Event()
-        assert lease is not None
         complete = lease.complete
 
         async def later(finished: Any) -> list[str]:
@@ -270,7 +268,7 @@ async def test_a_sample_that_ends_in_the_middle_is_published_and_its_job_stays_u
         monkeypatch.setattr(lease, "complete", later)
         ends = min(first.aborted)
         first.end(ends, 1)
-        await eventually(lambda: one.worker._generation.finished, what="it has ended")
+        await eventually(lambda: one.generation.finished, what="it has ended")
         moving, first.holds = first.aborted - {ends}, False
         await eventually(lambda: held(two) >= moving, what="the other job is moved")
         assert ends in held(one)
@@ -326,7 +324,6 @@ async def test_a_move_whose_answer_is_lost_is_one_all_the_same(
     jobs = some(8)
     async with busy(redis_db, broker, jobs) as (one, _):
         lease = one.worker._lease
-        assert lease is not None
         release, given = lease.release, list[str]()
 
         async def unheard(releases: Any, max_lost: int, to: str = "") -> list[str]:
@@ -358,7 +355,7 @@ async def test_each_shard_evens_out_its_own(redis_db: str, redis_server: Embedde
         broker = broker_of(db, "default")
         async with busy(url, broker, jobs) as (one, first), idle(url) as (two, second):
             await eventually(lambda: Counter(shard_of(it, 2) for it in held(two)) == {0: 4, 1: 4}, what="half of each")
-            await eventually(lambda: two.worker._generation.running == one.worker._generation.running == 8)
+            await eventually(lambda: two.generation.running == one.generation.running == 8)
             hurry(one)
             hurry(two)
             found = await each_token_once(broker, jobs, first, second)

@@ -46,7 +46,6 @@ class Giver:
 
     def sample(self, job_id: str) -> SampleRun:
         held = self.held.get(job_id)
-        assert held is not None
         sample = held.samples[0]
         assert isinstance(sample, SampleRun)
         return sample
@@ -104,7 +103,6 @@ async def test_of_what_runs_that_goes_which_has_most_to_come(giver: Giver) -> No
     running = [giver.hold(runs=True) for _ in range(8)]
     for done, job_id in enumerate(running):
         leg = giver.sample(job_id).leg
-        assert leg is not None
         giver.bench.engine.made[leg.request_id] = 630 - 90 * done  # only the engine knows
     giver.bench.generation.mean_tokens = 2000.0
     assert giver.gives() == running[:3:-1]

@@ -58,7 +58,7 @@ async def claimed(broker: Broker, workers: Sequence[Running], samples: int) -> l
 
 
 def loads(workers: Sequence[Running]) -> list[int]:
-    return [one.worker._held.unpublished for one in workers]
+    return [one.status.held for one in workers]
 
 
 def is_even(loads: list[int], n: int) -> bool:
@@ -119,7 +119,7 @@ async def test_a_late_worker_gets_its_part_of_what_runs(redis_db: str, broker: B
     async with team(redis_db, broker, 4) as workers:
         await broker.enqueue(jobs)
         await claimed(broker, workers, 160)
-        await eventually(lambda: sum(one.worker._generation.running for one in workers) == 160, what="all run")
+        await eventually(lambda: sum(one.generation.running for one in workers) == 160, what="all run")
         async with team(redis_db, broker, 1) as [late]:
             of_five = [*workers, late]
             await eventually(lambda: is_even(loads(of_five), 1) and sum(loads(of_five)) == 160, what="a fifth each")
@@ -138,7 +138,6 @@ async def test_a_backlog_of_one_client_does_not_hold_up_another(redis_db: str, b
     order: list[str] = []
     async with team(redis_db, broker, 1, max_running=8, prefetch=0) as [one]:
         lease = one.worker._lease
-        assert lease is not None
         claim = lease.claim
 
         async def noted(*args: Any, **more: Any) -> list[Claim]:
@@ -148,13 +147,13 @@ async def test_a_backlog_of_one_client_does_not_hold_up_another(redis_db: str, b
 
         lease.claim = noted  # type: ignore[method-assign]
         await broker.enqueue(backlog)
-        await eventually(lambda: one.worker._generation.running == 8, what="the pool is full")
+        await eventually(lambda: one.generation.running == 8, what="the pool is full")
         await broker.enqueue(few)
         assert len(order) == 8
         for done in range(24):
             one.engine.end(order[done], 0)  # type: ignore[attr-defined]
             await eventually(lambda done=done: len(order) == 9 + done, what="the next is claimed")
-            await eventually(lambda: one.worker._generation.running == 8, what="it runs")
+            await eventually(lambda: one.generation.running == 8, what="it runs")
         first = order[:32]
         await broker.cancel([it.id for it in backlog + few if it.id not in first[:24]])
     of_few = {it.id for it in few}

@@ -15,7 +15,7 @@ from support.pools.pool import check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import job
 
 from rolloutmq import PublishHandle, WeightPublisher
-from rolloutmq.messages import Broker, RolloutResult, SamplingParams
+from rolloutmq.messages import Broker, SamplingParams
 from rolloutmq.messages.model import UpdateMode
 from rolloutmq.messages.model.media import Medium
 from rolloutmq.sync.publish.hub import Hub, Outgoing
@@ -54,13 +54,12 @@ async def test_a_pool_goes_on_however_often_versions_come(redis_db: str, broker:
     jobs = [job(token_ids=list(range(1, PROMPT)), sampling=SamplingParams(max_new_tokens=300)) for _ in range(4)]
     async with publisher(redis_db, mode="resume") as source, worker(redis_db, engine=engine) as running:
         await broker.enqueue(jobs)
-        await eventually(lambda: running.worker._generation.running == len(jobs))
+        await eventually(lambda: running.generation.running == len(jobs))
         async with versions_all_the_time(source) as handles:
             replies = await wait_replies(broker, len(jobs), timeout=120)
         reports = [await asyncio.to_thread(handle.wait, 60) for handle in handles]
     for reply in replies:
         result = reply.outcome
-        assert isinstance(result, RolloutResult)
         check_scripted(result, PROMPT - 1)
         # The first may be short, because nothing was known of the cost yet. The last is what was left.
         least = 3 * READ_S * len(jobs) * SPEED  # three times as long as all of them took to be read
@@ -94,7 +93,7 @@ async def test_a_trainer_keeps_few_versions_however_often_it_publishes(
     long = job(token_ids=list(range(1, PROMPT)), sampling=SamplingParams(max_new_tokens=4000))
     async with publisher(redis_db) as source, worker(redis_db, engine=engine) as running:
         await broker.enqueue([long])
-        await eventually(lambda: running.worker._generation.running)
+        await eventually(lambda: running.generation.running)
         async with versions_all_the_time(source) as handles:
             await eventually(lambda: len(handles) > 60)
         await asyncio.to_thread(handles[-1].wait, 60)
@@ -113,13 +112,13 @@ async def test_who_waits_for_a_version_waits_until_the_worker_may_take_it(redis_
         worker(redis_db, engine=engine) as running,
     ):
         await broker.enqueue([long])
-        await eventually(lambda: running.worker._generation.running)
+        await eventually(lambda: running.generation.running)
         first = source.publish(1, WEIGHTS.items())
         assert (await asyncio.to_thread(first.wait, 60)).state == "committed"
         second = source.publish(2, WEIGHTS.items())
         report = await asyncio.to_thread(second.wait, 60)
         assert (report.state, report.workers) == ("committed", (running.id,))
-        await eventually(lambda: running.worker._generation.updates.tokens_anew >= 2 * PROMPT - 2)
+        await eventually(lambda: running.generation.updates.tokens_anew >= 2 * PROMPT - 2)
         await broker.cancel([long.id])
 
 
@@ -128,7 +127,7 @@ async def test_nothing_that_runs_costs_nothing(redis_db: str) -> None:
         for version in range(1, 6):
             report = await asyncio.to_thread(source.publish(version, WEIGHTS.items()).wait, 60)
             assert report.state == "committed"
-            assert running.worker._generation.updates.wait_s("resume") == 0.0
+            assert running.generation.updates.wait_s("resume") == 0.0
 
 
 async def stopped(bench: Bench) -> list[str]:
@@ -261,8 +260,8 @@ async def test_waiting_for_a_version_is_told_to_a_worker_that_spares_its_time(re
     long = job(token_ids=list(range(1, PROMPT)), sampling=SamplingParams(max_new_tokens=4000))
     async with publisher(redis_db, mode="auto") as source, worker(redis_db, engine=engine) as running:
         await broker.enqueue([long])
-        its = running.worker._generation.updates
-        await eventually(lambda: running.worker._generation.running)
+        its = running.generation.updates
+        await eventually(lambda: running.generation.running)
         source.publish(1, WEIGHTS.items())
         await eventually(lambda: its.lost_s)
         (sample,) = its._running()

@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.pools.pool import check_scripted, eventually, wait_replies, worker
+from support.pools.pool import check_scripted, eventually, runs, wait_replies, worker
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, EngineError, Lease, LeaseLost, RolloutResult, SamplingParams
+from rolloutmq.messages import Broker, EngineError, Lease, LeaseLost, SamplingParams
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
 from rolloutmq.worker.lease import Membership
@@ -37,14 +37,13 @@ async def test_an_engine_that_dies_while_results_wait_to_be_published(
     both = job(n=2, sampling=LONG)
     async with worker(redis_db, engine=engine, max_running=1, prefetch=0) as running:
         await broker.enqueue([both])
-        await eventually(lambda: running.worker._outbox.jobs() == {both.id} and engine._aborts)
+        await eventually(lambda: running.worker._outbox.jobs() == {both.id} and running.generation.running)
         engine.kill()
-        await eventually(running.worker._generation.state.dead.is_set)
+        await eventually(running.generation.state.dead.is_set)
         through.set()
         results = [reply.outcome for reply in await wait_replies(broker, 2)]
         assert engine.starts == 2
     for result in results:
-        assert isinstance(result, RolloutResult)
         check_scripted(result, 3)
     assert {result.sample for result in results} == {0, 1}
 
@@ -76,7 +75,7 @@ async def test_an_engine_that_answers_no_abort_does_not_keep_a_worker_from_leavi
     held = job(sampling=LONG)
     async with worker(redis_db, engine=Deaf(tokens_per_s=1), drain_s=1.0) as running:
         await broker.enqueue([held])
-        await eventually(lambda: running.engine._aborts)
+        await eventually(lambda: runs(running.engine))
         running.worker.drain()
         await running.task
     load = await broker.load()
@@ -97,7 +96,6 @@ async def test_transfers_are_followed_after_redis_lost_its_numbers(redis_db: str
     publisher_module = pytest.importorskip("rolloutmq.sync.publish.publisher")
     torch = pytest.importorskip("torch")
     async with worker(redis_db) as running:
-        assert running.worker._follower is not None
         running.worker._follower._seen_epoch = 1000
 
         def publish() -> str:
@@ -105,7 +103,7 @@ async def test_transfers_are_followed_after_redis_lost_its_numbers(redis_db: str
                 return str(publisher.publish(1, [("w", torch.ones(3))]).wait(20).state)
 
         assert await asyncio.to_thread(publish) == "committed"
-        assert running.worker._generation.version == 1
+        assert running.generation.version == 1
 
 
 async def test_a_failed_job_is_handed_back_though_redis_is_away_for_a_moment(

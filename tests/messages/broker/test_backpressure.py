@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from redis.asyncio import Redis
+from support.pools.clients import arrived
 from support.pools.pool import eventually, replies, worker
 from support.specimens.messages import SHORT, job, result
 
@@ -136,7 +137,7 @@ async def test_a_slow_client_is_held_up_and_loses_nothing(redis_db: str, broker:
                 raise
             sent += 1
             assert sent < 1000
-        await eventually(lambda: len(client._core.inbox) == sent)
+        await eventually(lambda: arrived(client) == sent)
         assert await db.xlen(broker.keys.reply("client")) == sent
         taken = [outcome async for outcome in client.results(timeout=10)]
         assert len(taken) == sent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from redis.asyncio import Redis
+from support.pools.clients import arrived
 from support.pools.pool import eventually, replies, shard_with, worker
 from support.specimens.messages import SHORT, job
 
@@ -42,10 +43,10 @@ async def test_cancel_one_group(broker: Broker) -> None:
 async def test_running_samples_stop_when_they_are_cancelled(redis_db: str, broker: Broker) -> None:
     async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=10.0)) as running:
         await broker.enqueue([job(sampling=LONG) for _ in range(40)])
-        await eventually(lambda: running.worker._generation.running == 40)
+        await eventually(lambda: running.generation.running == 40)
         await broker.cancel_client("client")
-        await eventually(lambda: running.worker._generation.running == 0)
-        assert len(running.worker._held) == 0
+        await eventually(lambda: running.generation.running == 0)
+        assert running.status.held == 0
 
 
 async def test_a_client_that_comes_back_waits_for_what_is_still_open(redis_db: str, broker: Broker) -> None:
@@ -64,7 +65,7 @@ async def test_a_client_that_comes_back_waits_for_what_is_still_open(redis_db: s
 async def test_a_job_partly_taken_before_the_restart_ends(redis_db: str, broker: Broker) -> None:
     async with worker(redis_db), RolloutClient(redis_db, client_id="client") as first:
         handle = await first.submit(job(sampling=SHORT, n=3))
-        await eventually(lambda: len(first._core.inbox) == 3)
+        await eventually(lambda: arrived(first) == 3)
         found = await replies(broker)
     await shard_with(broker, handle.job_id).ack("client", [found[-1]])  # the one that says it is the last
     async with RolloutClient(redis_db, client_id="client") as second:
@@ -84,7 +85,7 @@ async def test_entries_behind_the_readers_back_are_found(redis_db: str, broker: 
         done = [outcome async for outcome in client.results(timeout=10)]
         again = job(sampling=SHORT)
         await client.submit(again)
-        await eventually(lambda: len(client._core.inbox) == 1)
+        await eventually(lambda: arrived(client) == 1)
         (entry,) = await db.xrange(stream)
         await running.stop()
         # The stream as a replica would have it that missed all this: shorter, and with lower ids to come.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from redis.asyncio import Redis
 from support.pools.pool import dump, eventually, replies, status
@@ -47,14 +45,6 @@ async def test_higher_classes_first(broker: Broker, joined) -> None:
     assert [claim.job_id for claim in claims] == [high.id, normal.id, low.id]
 
 
-async def test_samples_bound_a_claim(broker: Broker, joined) -> None:
-    await broker.enqueue([job(n=4) for _ in range(5)])
-    lease = await joined()
-    assert len(await lease.claim(10, 6, 0)) == 2  # the second goes over
-    assert len(await lease.claim(10, 4, 0)) == 1
-    assert await lease.claim(10, 0, 0) == []
-
-
 async def test_samples_already_out_do_not_count(broker: Broker, joined) -> None:
     one = job(n=4)
     await broker.enqueue([one])
@@ -81,24 +71,6 @@ async def test_a_repeated_claim_gets_the_same_jobs(broker: Broker, db: Redis, jo
     lease._claims -= 1
     assert [claim.job_id for claim in await lease.claim(2, 100, 0)] == [jobs[1].id]
     assert [claim.job_id for claim in await lease.claim(9, 100, 0)] == [one.id for one in jobs[2:]]
-
-
-async def test_an_empty_claim_repeated_is_empty(broker: Broker, joined) -> None:
-    lease = await joined()
-    assert await lease.claim(1, 1, 0) == []
-    await broker.enqueue([job()])
-    lease._claims -= 1
-    assert await lease.claim(1, 1, 0) == []
-    assert len(await lease.claim(1, 1, 0)) == 1
-
-
-async def test_many_workers_share_without_overlap(broker: Broker, joined) -> None:
-    await broker.enqueue([job() for _ in range(60)])
-    leases = [await joined(f"w{i}") for i in range(6)]
-    given = await asyncio.gather(*(lease.claim(3, 100, 0) for lease in leases for _ in range(1)))
-    given += await asyncio.gather(*(lease.claim(50, 100, 0) for lease in leases))
-    ids = [claim.job_id for claims in given for claim in claims]
-    assert len(ids) == len(set(ids)) == 60
 
 
 async def test_no_claim_without_a_lease(broker: Broker, db: Redis, joined, expire_lease) -> None:
@@ -135,14 +107,6 @@ async def test_min_version_waits_for_the_weights(broker: Broker, joined) -> None
     later = job()
     await broker.enqueue([later])
     assert [claim.job_id for claim in await lease.claim(9, 9, 3)] == [new.id, later.id]  # it kept its place
-
-
-async def test_skipped_jobs_keep_their_order(broker: Broker, joined) -> None:
-    jobs = [job(min_version=1) for _ in range(10)]
-    await broker.enqueue(jobs)
-    lease = await joined()
-    assert await lease.claim(4, 100, 0) == []
-    assert [claim.job_id for claim in await lease.claim(10, 100, 1)] == [one.id for one in jobs]
 
 
 async def test_max_staleness_is_against_the_newest_committed(broker: Broker, db: Redis, joined) -> None:

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from support.pools.fixtures import MakeLease
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, GenerateJob, InvalidField, Lease, Release
+from rolloutmq.messages import Broker, GenerateJob, InvalidField, Lease
 from rolloutmq.messages.ids import check_client_id
 
 pytestmark = pytest.mark.one_shard
@@ -41,54 +41,11 @@ async def test_a_backlog_of_one_client_holds_up_no_other(broker: Broker, joined:
     assert Counter(await order(broker, lease, 21 + at_a_time, at_a_time))["small"] == 10
 
 
-async def test_turns_are_counted_in_samples(broker: Broker, joined: MakeLease) -> None:
-    await submit(broker, "groups", 50, n=4)
-    await submit(broker, "singles", 200)
-    given = Counter(await order(broker, await joined(), 160))
-    assert abs(given["groups"] - given["singles"]) <= 8
-
-
 async def test_clients_with_one_label_are_one_tenant(broker: Broker, joined: MakeLease) -> None:
     for client in ("run/a", "run/b", "alone"):
         await submit(broker, client, 100)
     given = Counter(await order(broker, await joined(), 80))
     assert abs(given["run/a"] + given["run/b"] - given["alone"]) <= 1
-
-
-async def test_a_client_that_comes_late_makes_up_for_nothing(broker: Broker, joined: MakeLease) -> None:
-    lease = await joined()
-    await submit(broker, "first", 200)
-    await order(broker, lease, 96)
-    await submit(broker, "late", 100)
-    given = Counter(await order(broker, lease, 40))
-    assert abs(given["first"] - given["late"]) <= 2
-
-
-async def test_a_returned_job_is_the_first_of_its_client(broker: Broker, joined: MakeLease) -> None:
-    one, other = await joined("w1"), await joined("w2")
-    mine, _ = await submit(broker, "a", 20), await submit(broker, "b", 20)
-    back = (await one.claim(4, 4, 0))[0]
-    await order(broker, other, 10)
-    await one.release([Release(back.job_id, back.attempt)], 3)
-    assert (await other.claim(1, 1, 0))[0].job_id == back.job_id == mine[0].id
-
-
-async def test_what_waits_aside_takes_turns_with_the_queue(broker: Broker, joined: MakeLease) -> None:
-    old, new = await joined("old"), await joined("new")
-    await submit(broker, "a", 40, min_version=1)
-    assert await old.claim(1, 1, 0) == [], "all are set aside"
-    await submit(broker, "b", 40)
-    given = Counter(await order(broker, new, 40, version=1))
-    assert abs(given["a"] - given["b"]) <= 2
-
-
-async def test_what_nobody_ran_is_not_the_clients_turn(broker: Broker, joined: MakeLease) -> None:
-    lease = await joined()
-    await submit(broker, "other", 100)
-    await submit(broker, "hasty", 1000)
-    await broker.cancel_client("hasty")
-    await submit(broker, "hasty", 5)
-    assert Counter(await order(broker, lease, 12))["hasty"] == 5
 
 
 async def test_a_tenant_keeps_its_turn_while_another_of_its_clients_has_jobs(broker: Broker, joined: MakeLease) -> None:

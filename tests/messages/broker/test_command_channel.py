@@ -180,7 +180,7 @@ async def test_questions_and_aborts_do_not_wait_for_slow_work_and_work_is_done_i
 
         monkeypatch.setattr(running.engine, "operate", operate)
         audit = asyncio.create_task(control.audit())
-        await eventually(running.worker._generation.state.turn.locked)
+        await eventually(running.generation.state.turn.locked)
         flush = asyncio.create_task(control.flush_cache())
         assert (await control.version(timeout=5.0)).ok
         assert (await control.abort(timeout=5.0)).ok
@@ -227,7 +227,7 @@ async def test_a_worker_answers_what_it_has_not_begun_when_it_leaves(
 
         monkeypatch.setattr(running.engine, "operate", never)
         first = asyncio.create_task(control.flush_cache(timeout=8.0))
-        await eventually(running.worker._generation.state.turn.locked)
+        await eventually(running.generation.state.turn.locked)
         second = asyncio.create_task(control.clear_storage(timeout=8.0))
         await eventually(lambda: running.worker._commands._lanes["work"].qsize() == 1)
         await running.stop()

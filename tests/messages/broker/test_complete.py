@@ -36,22 +36,6 @@ async def test_the_same_sample_twice_in_one_call(broker: Broker, joined) -> None
     assert len(await replies(broker)) == 1
 
 
-async def test_the_samples_of_a_job_in_any_order(broker: Broker, db: Redis, joined) -> None:
-    one = job(n=3)
-    await broker.enqueue([one])
-    lease = await joined()
-    await lease.claim(1, 9, 0)
-    for done, sample in enumerate((2, 0, 1)):
-        assert (await broker.load()).done == 0
-        assert await lease.held() == {one.id}
-        assert await db.hget(broker.keys.job(one.id), "d") == str(done).encode()
-        assert await lease.complete([Finished(one.id, 1, sample, result(one, sample))]) == ["ok"]
-    assert [reply.outcome.sample for reply in await replies(broker)] == [2, 0, 1]
-    assert (await broker.load()).done == 1
-    assert await lease.held() == frozenset()
-    assert (await db.hgetall(broker.keys.job(one.id))).keys() == {b"st", b"h"}
-
-
 async def test_a_zombie_is_fenced(broker: Broker, joined, expire_lease) -> None:
     one = job()
     await broker.enqueue([one])
@@ -102,39 +86,6 @@ async def test_another_worker_is_fenced(broker: Broker, db: Redis, joined) -> No
     assert not await other.bury(one.id, 1, "refused", "h", "")
     assert await other.release([Release(one.id, 1)], 3) == ["fenced"]
     assert await dump(db) == before
-
-
-async def test_a_fenced_sample_does_not_hold_up_its_neighbours(broker: Broker, joined) -> None:
-    mine, cancelled = job(), job()
-    await broker.enqueue([mine, cancelled])
-    lease = await joined()
-    await lease.claim(2, 2, 0)
-    await broker.cancel([cancelled.id])
-    states = await lease.complete([Finished(one.id, 1, 0, result(one)) for one in (cancelled, mine)])
-    assert states == ["fenced", "ok"]
-
-
-async def test_a_sample_number_the_job_does_not_have(broker: Broker, db: Redis, joined) -> None:
-    one = job(n=2)
-    await broker.enqueue([one])
-    lease = await joined()
-    await lease.claim(1, 9, 0)
-    before = await dump(db)
-    assert await lease.complete([Finished(one.id, 1, 2, result(one, 2))]) == ["fenced"]
-    assert await dump(db) == before
-
-
-async def test_ack_drops_only_what_it_names(broker: Broker, joined) -> None:
-    jobs = [job() for _ in range(3)]
-    await broker.enqueue(jobs)
-    lease = await joined()
-    await lease.claim(3, 3, 0)
-    await lease.complete([Finished(one.id, 1, 0, result(one)) for one in jobs])
-    first, second, third = await replies(broker)
-    await broker.ack("client", [first, third])
-    await broker.ack("client", [first])
-    await broker.ack("client", [])
-    assert await replies(broker) == [second]
 
 
 async def test_a_reply_stream_is_never_trimmed(broker: Broker, db: Redis, joined) -> None:

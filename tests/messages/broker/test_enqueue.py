@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from redis.asyncio import Redis
 from support.pools.pool import dump, replies
@@ -107,14 +105,6 @@ async def test_the_same_job_is_known_however_it_is_written(broker: Broker) -> No
     assert await broker.enqueue([one, other]) == ["new", "q"]
     assert await broker.enqueue([other, job(), one]) == ["q", "new", "q"]
     assert (await broker.load()).open_jobs == 2
-
-
-async def test_ten_at_once_are_one(broker: Broker) -> None:
-    one = job()
-    states = await asyncio.gather(*(broker.enqueue([one]) for _ in range(10)))
-    assert sorted(state for (state,) in states) == ["new"] + ["q"] * 9
-    load = await broker.load()
-    assert (load.queued, load.open_jobs, load.accepted) == ((0, 1, 0), 1, 1)
 
 
 async def test_an_id_twice_in_one_batch_counts_once(broker: Broker) -> None:

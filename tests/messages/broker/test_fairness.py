@@ -27,12 +27,6 @@ async def queue(broker: Broker, **counts: int) -> dict[str, str]:
     return kinds
 
 
-async def test_the_highest_class_goes_first(broker: Broker, joined) -> None:
-    kinds = await queue(broker, low=2, normal=2, high=3)
-    order = await claim_in_order(await joined(), kinds, 2, 7)
-    assert order == ["high"] * 3 + ["normal"] * 2 + ["low"] * 2
-
-
 @pytest.mark.parametrize("at_a_time", [1, 7, 64])
 async def test_lower_classes_get_a_share_under_an_endless_load_of_high(broker: Broker, joined, at_a_time: int) -> None:
     kinds = await queue(broker, low=100, normal=100, high=900)
@@ -49,13 +43,6 @@ async def test_a_class_that_has_nothing_waiting_saves_no_turns(broker: Broker, d
     await claim_in_order(lease, kinds, 50, 300)
     kinds = await queue(broker, low=10, high=10)
     assert (await claim_in_order(lease, kinds, 4, 4)) == ["high"] * 4
-
-
-async def test_a_lower_class_has_the_whole_pool_when_it_is_alone(broker: Broker, joined) -> None:
-    kinds = await queue(broker, low=300)
-    lease = await joined()
-    assert len(await lease.claim(256, 256, 0)) == 256
-    assert len(kinds) == 300
 
 
 async def test_one_claim_is_bounded_in_bytes(broker: Broker, joined) -> None:

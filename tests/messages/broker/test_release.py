@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from redis.asyncio import Redis
 from support.pools.pool import dump, letters, replies, status
 from support.specimens.messages import job, result
 
-from rolloutmq.messages import Broker, Finished, GenerateJob, Partial, Piece, Release, Segment, decode, new_id
+from rolloutmq.messages import Broker, Finished, GenerateJob, Partial, Piece, Release, Segment, decode
 from rolloutmq.messages.broker.lease import REAPED
 
 PARTIAL = Partial(token_ids=[7, 8], logprobs=[-0.5, -0.25], segments=(Segment(3, 2),))
@@ -33,19 +32,6 @@ async def test_released_with_partials_and_continued_by_another(broker: Broker, d
     assert (await broker.load()).done == 1
 
 
-async def test_a_sample_started_over_leaves_nothing_of_before(broker: Broker, joined) -> None:
-    one = job()
-    await broker.enqueue([one])
-    lease = await joined()
-    await lease.claim(1, 9, 0)
-    longer = Partial(token_ids=[7, 8, 9], logprobs=[0, 0, 0], segments=(Segment(3, 2), Segment(4, 1)))
-    for number in range(4):
-        assert await lease.checkpoint([Piece(one.id, 1, 0, number, PARTIAL)]) == ["ok"]
-    await lease.release([Release(one.id, 1, (Piece(one.id, 1, 0, 0, longer),))], 3)
-    (claim,) = await lease.claim(1, 9, 0)
-    assert [decode(blob, Partial) for blob in claim.partials[0]] == [longer]
-
-
 async def test_giving_back_without_loss_counts_for_nothing(broker: Broker, joined) -> None:
     one = job()
     await broker.enqueue([one])
@@ -57,31 +43,6 @@ async def test_giving_back_without_loss_counts_for_nothing(broker: Broker, joine
     assert (await broker.load()).dead == 0
 
 
-async def test_lost_in_dead_engines_until_it_is_dead_itself(broker: Broker, joined) -> None:
-    one, neighbour = job(metadata={"which": "poison"}), job()
-    await broker.enqueue([one, neighbour])
-    lease = await joined("w1")
-    for attempt in (1, 2):
-        await lease.claim(2, 9, 0)
-        states = await lease.release([Release(one.id, attempt, lost=True), Release(neighbour.id, attempt)], 3)
-        assert states == ["ok", "ok"]
-    # On its last chance it runs alone: whatever happens now is its own doing, and nobody goes down with it.
-    assert [claim.job_id for claim in await lease.claim(2, 9, 0)] == [one.id]
-    assert await lease.claim(2, 9, 0) == []
-    assert (await broker.load()).suspects == 0
-    assert await lease.release([Release(one.id, 3, lost=True)], 3) == ["dead"]
-    assert [claim.job_id for claim in await lease.claim(2, 9, 0)] == [neighbour.id]
-    assert await lease.release([Release(neighbour.id, 3)], 3) == ["ok"]
-    assert await lease.release([Release(one.id, 3, lost=True)], 3) == ["fenced"]
-    (letter,) = await letters(broker)
-    assert (letter.job_id, letter.attempts, letter.host) == (one.id, 3, "w1")
-    assert letter.cause == "the engine under it died or failed 3 times"
-    assert decode(letter.payload, GenerateJob) == one
-    (reply,) = await replies(broker)
-    assert (reply.outcome.outcome, reply.outcome.cause, reply.outcome.attempts) == ("dead", letter.cause, 3)
-    assert (await broker.load()).queued == (0, 1, 0)
-
-
 async def test_engine_deaths_and_lost_leases_add_up(broker: Broker, joined, expire_lease) -> None:
     one = job()
     await broker.enqueue([one])
@@ -91,24 +52,6 @@ async def test_engine_deaths_and_lost_leases_add_up(broker: Broker, joined, expi
     await first.claim(1, 9, 0)
     await expire_lease(first)
     assert await reaper.reap(2) == (0, 1, 0, 1)
-
-
-async def test_a_crashed_worker_is_reaped(broker: Broker, db: Redis, joined, expire_lease) -> None:
-    jobs = [job(id=new_id(ms)) for ms in range(3)]
-    await broker.enqueue(jobs)
-    dead, reaper = await joined("dead"), await joined("reaper")
-    await dead.claim(9, 9, 0)
-    await reaper.reap(3)  # turns that are over
-    before = await dump(db)
-    assert await reaper.reap(3) == (0, 0, 0, 0)  # its lease still runs
-    assert await dump(db) == before
-    await expire_lease(dead)
-    assert await reaper.reap(3) == (3, 0, 0, 1)
-    assert await reaper.reap(3) == (0, 0, 0, 0)
-    assert await db.exists(broker.keys.worker("dead"), broker.keys.held("dead")) == 0
-    claims = await reaper.claim(9, 9, 0)
-    assert [claim.job_id for claim in claims] == [one.id for one in jobs]  # in their order
-    assert {claim.attempt for claim in claims} == {2}
 
 
 async def test_poison_is_buried_and_what_was_published_stands(broker: Broker, db: Redis, joined, expire_lease) -> None:
@@ -197,12 +140,3 @@ async def test_a_status_travels_with_the_heartbeat(broker: Broker, joined) -> No
     await lease.heartbeat(status("w1", running=5, state="updating", version=7))
     (seen,) = await broker.workers()
     assert (seen.running, seen.state, seen.version) == (5, "updating", 7)
-
-
-@pytest.mark.parametrize("count", [0, 3])
-async def test_a_heartbeat_says_what_is_held(broker: Broker, joined, count: int) -> None:
-    await broker.enqueue([job() for _ in range(count)])
-    lease = await joined()
-    await lease.claim(9, 9, 0)
-    beat = await lease.heartbeat(status("w1"))
-    assert (beat.held, beat.committed, beat.epoch) == (count, 0, 0)

@@ -207,20 +207,6 @@ async def test_who_holds_less_has_others_told_to_give_it_some(broker: Broker, jo
     assert said == {b"kind": b"move", b"moves": b"w0 w1 0 32", b"level": b"32"}
 
 
-async def test_a_move_is_the_takers_alone_and_no_loss(broker: Broker, joined: MakeLease) -> None:
-    giver, taker, third = await joined("w1"), await joined("w2"), await joined("w3")
-    await submit(broker, 3)
-    one, *_ = await giver.claim(1, 1, 0)
-    assert await giver.release([Release(one.job_id, one.attempt)], 3, to="w2") == ["ok"]
-    assert one.job_id not in {it.job_id for it in await third.claim(8, 8, 0)}
-    assert await giver.claim(8, 8, 0) == []
-    [moved] = await taker.claim(8, 8, 0)
-    assert (moved.job_id, moved.attempt, moved.lost, moved.moves) == (one.job_id, 2, 0, 1)
-    assert await giver.complete([Finished(one.job_id, 1, 0, result(job(id=one.job_id)))]) == ["fenced"]
-    load = await broker.load()
-    assert (load.attempts, load.redelivered) == (4, 0)
-
-
 @pytest.mark.parametrize("why", ["nobody has that name", "its lease is over", "the job was lost before"])
 async def test_a_job_that_cannot_move_is_kept(why: str, broker: Broker, joined: MakeLease, expire_lease: Any) -> None:
     giver, taker = await joined("w1"), await joined("w2")

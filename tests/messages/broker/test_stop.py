@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.pools.pool import check_scripted, eventually, worker
+from support.pools.pool import check_scripted, eventually, runs, worker
 from support.specimens.byte_tokenizer import Bytes
 from support.specimens.messages import job, result
 
 from rolloutmq import RolloutClient
-from rolloutmq.messages import Broker, Finished, JobFailure, Lease, Partial, Piece, Release, SamplingParams, Segment
+from rolloutmq.messages import Broker, Finished, Lease, Partial, Piece, Release, SamplingParams, Segment
 from rolloutmq.messages.errors import WaitTimeout
 from rolloutmq.worker.generation import Generation
 from rolloutmq.worker.jobs.sample import SampleRun
@@ -34,9 +34,9 @@ async def results(client: RolloutClient) -> list[Any]:
 
 async def test_running_samples_come_out_with_what_they_have(redis_db: str, client: RolloutClient) -> None:
     engine = ScriptedEngine(tokens_per_s=2000)
-    async with worker(redis_db, engine=engine, max_running=4):
+    async with worker(redis_db, engine=engine, max_running=4) as running:
         handle = await client.submit(job(n=3, sampling=LONG, reply_to=""))
-        await eventually(lambda: [engine._sampled(one) > 20 for one in engine._running] == [True] * 3)
+        await eventually(lambda: [count > 20 for count in running.sampled] == [True] * 3)
         assert await client.stop([handle]) == 1
         found = await results(client)
     assert sorted(one.sample for one in found) == [0, 1, 2]
@@ -51,7 +51,7 @@ async def test_samples_that_wait_for_a_slot_come_out_empty(redis_db: str, client
     engine = ScriptedEngine(tokens_per_s=2000)
     async with worker(redis_db, engine=engine, max_running=1, prefetch=0):
         handle = await client.submit(job(n=3, sampling=LONG, reply_to=""))
-        await eventually(lambda: engine._running and engine._sampled(next(iter(engine._running))))
+        await eventually(engine.ops.generated)
         await client.stop([handle])
         found = await results(client)
     assert sorted(len(one.token_ids) > 0 for one in found) == [False, False, True]
@@ -63,7 +63,6 @@ async def test_what_nobody_has_begun_is_cancelled(client: RolloutClient) -> None
     handles = await client.submit_many([job(reply_to=""), job(reply_to="")])
     assert await client.stop([handles[0]]) == 1
     first = await anext(client.results(timeout=5))
-    assert isinstance(first, JobFailure)
     assert (first.job_id, first.outcome) == (handles[0].job_id, "cancelled")
     assert (await client.broker.load()).open_jobs == 1
 
@@ -73,7 +72,7 @@ async def test_the_others_are_not_touched(redis_db: str, client: RolloutClient) 
     async with worker(redis_db, engine=engine):
         stays = await client.submit(job(sampling=SamplingParams(max_new_tokens=100), reply_to=""))
         goes = await client.submit(job(sampling=LONG, reply_to=""))
-        await eventually(lambda: len(engine._running) == 2)
+        await eventually(lambda: runs(engine, 2))
         await client.stop([goes])
         found = {one.job_id: one for one in await results(client)}
     assert found[stays.job_id].finish_reason == "length"
@@ -128,11 +127,11 @@ async def test_a_worker_that_missed_the_bell_is_told_again(
     engine = ScriptedEngine(tokens_per_s=500)
     async with worker(redis_db, engine=engine) as running:
         handle = await client.submit(job(sampling=LONG, reply_to=""))
-        await eventually(lambda: len(engine._running) == 1)
+        await eventually(lambda: runs(engine, 1))
         heard: list[Any] = []
-        original = running.worker._generation.end
+        original = running.generation.end
         monkeypatch.setattr(
-            running.worker._generation, "end", lambda samples: heard.append(1) or (len(heard) > 2 and original(samples))
+            running.generation, "end", lambda samples: heard.append(1) or (len(heard) > 2 and original(samples))
         )
         assert await client.stop([handle]) == 1
         assert len(heard) > 2
@@ -207,7 +206,7 @@ async def test_a_result_that_cannot_be_made_ends_its_job_and_nothing_else(redis_
     engine = ScriptedEngine(tokens_per_s=500)
     async with worker(redis_db, engine=engine, tokenizer=Stuck(), max_running=1, prefetch=0) as running:
         handle = await client.submit(text="abc", n=3, sampling=LONG)
-        await eventually(lambda: engine._running)
+        await eventually(lambda: runs(engine))
         joined_as = running.id
         await client.stop([handle])
         (failure,) = await results(client)

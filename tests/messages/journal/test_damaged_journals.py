@@ -60,7 +60,6 @@ def test_every_end_leaves_what_is_before_it(tmp_path: Path, complete: bool) -> N
     data = path.read_bytes()
     with path.open("rb") as file:
         index = segment.Index.read(file)
-    assert index is not None
     end = len(data) if complete else int(index.offsets[-1]) + 10
     (tmp_path / "torn").mkdir()
     torn = tmp_path / "torn" / path.name
@@ -83,7 +82,6 @@ def test_a_damaged_block_costs_what_is_in_it(tmp_path: Path, problems: Problems)
     data = bytearray(path.read_bytes())
     with path.open("rb") as file:
         index = segment.Index.read(file)
-    assert index is not None
     data[int(index.offsets[3]) - 1] ^= 0xFF  # the checksum of block 2
     path.write_bytes(data)
     assert [entry.job_id for entry in read(tmp_path, on_problem=problems)] == ids[:2] + ids[3:]

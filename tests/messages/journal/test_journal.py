@@ -20,7 +20,6 @@ from rolloutmq.messages import (
     ConfigError,
     InvalidField,
     JobFailure,
-    RolloutResult,
     encode,
     new_id,
 )
@@ -41,7 +40,6 @@ def test_a_run_comes_back_whole(journal: Journal, problems: Problems) -> None:
     assert [entry.event for entry in entries] == ["job", "job", "result", "failure", "note"]
     assert entries[0].message == one
     back = entries[2].message
-    assert isinstance(back, RolloutResult)
     np.testing.assert_array_equal(back.token_ids, found.token_ids)
     assert encode(back) == encode(found)
     assert (entries[2].versions, entries[2].group_id) == (tuple(sorted({s.version for s in found.segments})), "g")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 from redis.exceptions import NoPermissionError
-from support.pools.pool import dump, eventually, status, worker
+from support.pools.pool import dump, eventually, runs, status, worker
 from support.redis.deployments import cluster, plain, replicated, sentinel
 from support.redis.roles import FOR_REPLICAS, LINES, ONLY_OPERATORS, ROLES, create
 from support.specimens.messages import SHORT, job, specimens, tokens
@@ -126,7 +126,7 @@ async def test_producer_and_worker_do_their_work(url: Url, admin: redis.asyncio.
         in_group = await client.submit(tokens(min_version=9, group_id="g"))
         overdue = await client.submit(tokens(min_version=9, deadline_s=0.2))
         unreadable = await client.submit(text="no tokenizer here")
-        await eventually(lambda: running.worker._generation.running == 1)
+        await eventually(lambda: running.generation.running == 1)
         assert await client.cancel([queued[0], running_long]) == ["ok", "ok"]
         assert await client.cancel_group("g") == 1
         ended = {one.job_id: one.outcome async for one in _failures(client, 5)}
@@ -152,7 +152,7 @@ async def test_a_producer_streams_stops_and_asks_for_what_not_every_worker_can(
         assert [one async for one in client.stream(tokens(), timeout=10)][-1].result is not None
         long = tokens(sampling=SHORT.model_copy(update={"max_new_tokens": 2000}))
         handle = await client.submit(long)
-        await eventually(lambda: len(engine._running) == 1)
+        await eventually(lambda: runs(engine, 1))
         assert await client.stop([handle]) == 1
         assert (await client.wait(handle, 10))[0].finish_reason == "abort"
         with pytest.raises(JobFailed, match="seed: not supported"):
@@ -243,7 +243,6 @@ async def test_an_operator_does_its_work(url: Url, admin: redis.asyncio.Redis) -
         mine = Broker(client, "mine")
         letters = DeadLetters(mine)
         found = await live_of(mine, doomed.id)
-        assert found is not None
         assert found.letter["cause"] == "cause"
         for state in ("queued", "running"):
             assert (found := await live_of(mine, waiting.id)) is not None

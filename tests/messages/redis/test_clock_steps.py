@@ -73,7 +73,7 @@ async def test_a_step_of_an_hour_while_a_worker_dies(server: EmbeddedRedis, host
         await client.submit_many(
             [tokens(deadline_s=600.0, sampling=SHORT.model_copy(update={"max_new_tokens": 12})) for _ in range(16)]
         )
-        await eventually(lambda: dying.worker._generation.running and living.worker._generation.running)
+        await eventually(lambda: dying.generation.running and living.generation.running)
         told = (await db.time())[0]
         host.set(seconds)
 

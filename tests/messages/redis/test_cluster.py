@@ -7,12 +7,13 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
+from support.pools.clients import arrived
 from support.pools.pool import check_scripted, dump, eventually, short_retries, worker
 from support.redis.deployments import Cluster, cluster, plain, soon
 from support.specimens.messages import job, tokens
 
 from rolloutmq import GenerateJob, RolloutClient
-from rolloutmq.messages import Broker, RolloutResult
+from rolloutmq.messages import Broker
 from rolloutmq.messages.errors import ConfigError, RedisUnavailable
 from rolloutmq.messages.redis.connection import connect, ping
 from rolloutmq.ops.status import pool_state
@@ -40,7 +41,6 @@ async def served(client: RolloutClient, jobs: list[GenerateJob]) -> None:
     results = [one async for one in client.results(30)]
     assert sorted(one.job_id for one in results) == sorted(one.id for one in jobs for _ in range(one.n))
     for one in results:
-        assert isinstance(one, RolloutResult)
         check_scripted(one, 3)
 
 
@@ -101,7 +101,7 @@ async def test_a_pool_outlives_the_node_it_is_on(own: Cluster) -> None:
         RolloutClient(own.url, "a") as later,
     ):
         await client.submit_many(jobs := [tokens() for _ in range(60)])
-        await eventually(lambda: len(client._core.inbox) > 5)
+        await eventually(lambda: arrived(client) > 5)
         own.node_of("a").kill()
         results = [one async for one in client.results(40)]
         assert sorted(one.job_id for one in results) == sorted(one.id for one in jobs)
@@ -115,7 +115,7 @@ async def test_a_slot_that_moves_under_load(own: Cluster, monkeypatch: pytest.Mo
     async with worker(own.url, pool="a", engine=ScriptedEngine(tokens_per_s=50), max_running=8, lease_s=8) as running:
         async with RolloutClient(own.url, "a") as client:
             await client.submit_many(jobs)
-            await eventually(lambda: len(client._core.inbox) > 20)
+            await eventually(lambda: arrived(client) > 20)
             own.begin_move("a", target)
             for _ in range(5):
                 await asyncio.to_thread(own.move_keys, "a", target, 20)
@@ -127,7 +127,7 @@ async def test_a_slot_that_moves_under_load(own: Cluster, monkeypatch: pytest.Mo
             assert sorted(one.job_id for one in results) == sorted(one.id for one in jobs)
             assert client.repeats == 0
             assert (await client.load()).open_jobs == 0
-        assert running.worker._report.refused_publishes == 0
+        assert running.status.refused_publishes == 0
     with plain(target) as node:
         assert node.dbsize() > 0
 

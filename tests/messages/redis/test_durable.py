@@ -251,7 +251,7 @@ async def test_a_pool_works_as_ever(url: str) -> None:
     async with worker(url, max_running=4) as running, RolloutClient(url) as client:
         await client.submit_many([tokens(n=2) for _ in range(20)])
         assert len([one async for one in client.results(30)]) == 40
-        assert running.worker._report.refused_publishes == 0
+        assert running.status.refused_publishes == 0
 
 
 def test_the_embedded_server_flushes_before_it_answers() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from support.pools.clients import arrived
 from support.pools.pool import dump, eventually, replies, short_retries, status, worker
 from support.redis.deployments import plain
 from support.specimens.messages import job, result, tokens
@@ -57,7 +58,7 @@ async def test_accepted_jobs_and_results_outlive_a_crash_and_a_slow_start(lastin
         RolloutClient(lasting.url) as client,
     ):
         await client.submit_many(jobs)
-        await eventually(lambda: len(client._core.inbox) >= 10)
+        await eventually(lambda: arrived(client) >= 10)
         lasting.kill()
         starting = asyncio.create_task(asyncio.to_thread(lasting.start))
         await answer_while_loading(lasting)
@@ -69,7 +70,7 @@ async def test_accepted_jobs_and_results_outlive_a_crash_and_a_slow_start(lastin
         assert len(results) == 81
         assert {one.job_id for one in results} >= {one.id for one in jobs}
         assert client.repeats == 0
-        assert running.worker._report.refused_publishes == 0  # the lease outlived it
+        assert running.status.refused_publishes == 0  # the lease outlived it
         await starting
 
 
@@ -153,12 +154,12 @@ async def test_a_pool_on_a_full_server_works_its_jobs_off(redis_server: Embedded
         worker(redis_server.url, engine=ScriptedEngine(tokens_per_s=50), max_running=4) as running,
     ):
         await client.submit_many([tokens() for _ in range(20)])
-        await eventually(lambda: len(client._core.inbox) > 0)
+        await eventually(lambda: arrived(client) > 0)
         await fill(full)
         with pytest.raises(PoolBusy, match="memory limit"):
             await client.submit(tokens())
         assert len([one async for one in client.results(10)]) == 20
-        assert running.worker._report.refused_publishes == 0
+        assert running.status.refused_publishes == 0
         await fill(full, False)
         await client.submit(tokens())
         assert len([one async for one in client.results(10)]) == 1
@@ -172,7 +173,7 @@ async def test_a_server_that_cannot_save_is_read_from_and_not_written_to(tmp_pat
         async with RolloutClient(server.url, client_id="c") as client:
             async with worker(server.url):
                 await client.submit(tokens())
-                await eventually(lambda: len(client._core.inbox) == 1)
+                await eventually(lambda: arrived(client) == 1)
             (tmp_path / "dump.rdb").mkdir()  # what is saved cannot get its name
             admin.bgsave()
             await eventually(lambda: admin.info("persistence")["rdb_last_bgsave_status"] == "err")

@@ -149,7 +149,7 @@ async def test_worker_and_client_go_on_when_the_replica_is_back(
         outcomes = [one async for one in client.results(10)]
         assert sorted(one.job_id for one in outcomes) == sorted(one.id for one in jobs)
         assert client.repeats == 0
-        assert running.worker._report.refused_publishes == 0
+        assert running.status.refused_publishes == 0
 
 
 async def test_an_accepted_job_survives_a_failover(pair: Pair, url: str) -> None:

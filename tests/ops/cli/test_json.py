@@ -45,7 +45,7 @@ async def test_partial_publishes_what_there_is(redis_db: str) -> None:
     long = job(n=1, sampling={"max_new_tokens": 1 << 16})
     async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=50.0)) as running:
         await queue_jobs(redis_db, long)
-        await eventually(lambda: running.worker._generation.running > 0)
+        await eventually(lambda: running.generation.running > 0)
         said = await asyncio.to_thread(told, "cancel", long.id, "--partial", "--redis", redis_db)
     assert said == [{long.id: "stopped"}]
 

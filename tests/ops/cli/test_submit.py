@@ -140,12 +140,12 @@ async def test_it_goes_on_after_it_was_stopped(redis_db: str, tmp_path: Path, en
         assert await process.wait() == (130 if end == signal.SIGINT else -signal.SIGKILL)
         if end == signal.SIGKILL:
             part.write_bytes(part.read_bytes() + b'{"line": 1, "samp')  # the write that the kill cut off
-        generated = running.worker._generation.finished
+        generated = running.generation.finished
         hurry(running)
         code, text = await run(redis_db, source, out, *options)
         assert code == 0, text
         assert "going on:" in text
-        assert generated < running.worker._generation.finished <= 300  # nothing is generated a second time
+        assert generated < running.generation.finished <= 300  # nothing is generated a second time
     assert [(a["line"], a["sample"]) for a in read(out)] == [(i + 1, k) for i in range(200) for k in range(1 + i % 2)]
 
 
@@ -157,10 +157,10 @@ async def test_a_full_disk_loses_no_answer(redis_db: str, tmp_path: Path) -> Non
     async with worker(redis_db, max_running=32) as running:
         code, text = await run(redis_db, source, out, "--max-new-tokens", "3", largest_file=3000)
         assert (code, "cannot be written" in text, "Traceback" in text) == (2, True, False)
-        await eventually(lambda: running.worker._generation.finished == 40)
+        await eventually(lambda: running.generation.finished == 40)
         code, text = await run(redis_db, source, out, "--max-new-tokens", "3")
         assert code == 0, text
-        assert running.worker._generation.finished == 40  # none was generated again
+        assert running.generation.finished == 40  # none was generated again
     assert [a["line"] for a in read(out)] == list(range(1, 41))
 
 
@@ -172,7 +172,7 @@ async def test_a_disk_that_is_full_when_the_answers_are_sorted_loses_none(redis_
         assert (code, "Traceback" in text) == (2, False)
         assert "out.jsonl cannot be written: No space left on device. The answers are in" in text
         code, text = await run(redis_db, source, out, "--max-new-tokens", "3")
-        assert (code, running.worker._generation.finished) == (0, 1), text
+        assert (code, running.generation.finished) == (0, 1), text
     assert [answer["line"] for answer in read(out)] == [1]
 
 

@@ -121,7 +121,6 @@ def test_every_key_of_a_block_has_one_fate_and_a_reason(file: str) -> None:
     keys = [fate.key for fate in explained.fates]
     assert len(keys) == len(set(keys))
     assert all(fate.what for fate in explained.fates)
-    assert explained.block is not None
     prefix = ".".join(explained.block.path)
     for key in explained.block.values:
         assert any(name == f"{prefix}.{key}" or name.startswith(f"{prefix}.{key}.") for name in keys), key

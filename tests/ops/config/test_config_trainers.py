@@ -43,7 +43,6 @@ def explained(tmp_path: Path, text: str, name: str = "a.yaml") -> Explained:
 def test_a_rollout_at_the_top_says_how_many_nodes_verl_starts_and_nothing_about_engines(tmp_path: Path) -> None:
     found = explained(tmp_path, ASYNCHRONOUS)
     assert not found.refused
-    assert found.block is not None
     assert found.block.path == ("actor_rollout_ref", "rollout")
     job, engine = found.settings.job(), found.settings.engine()
     assert (job["n"], job["sampling"].max_new_tokens, engine.model) == (5, 300, "models/small")

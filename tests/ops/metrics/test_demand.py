@@ -127,17 +127,14 @@ async def test_jobs_for_weights_that_are_not_there_are_held_back(db: Redis, brok
     await broker.enqueue([job(n=2, min_version=3, max_staleness=1), job(n=2, min_version=0, max_staleness=4)])
     watch = PoolWatch(db, "default")
     view = await watch.look()
-    assert view is not None
     assert (view.queued, view.held_back, view.eta) == (4, 0, 4)
     (claim,) = await lease.claim(2, 8, version=0)
     view = await watch.look()
-    assert view is not None
     assert (view.queued, view.held_back, view.eta) == (0, 2, 1)
     assert decide(view, ScaleSettings(), History())[0].state == "bound by staleness"
     assert claim.n == 2
     await db.hset(broker.keys.weights, "committed", "3")
     view = await watch.look()
-    assert view is not None
     assert (view.queued, view.held_back) == (2, 0)
 
 

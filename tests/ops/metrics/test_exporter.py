@@ -244,7 +244,6 @@ async def test_the_command_serves_until_it_is_told_to_stop(redis_db: str) -> Non
     command += ["--host", "127.0.0.1", "--every", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         try:
-            assert process.stderr is not None
             line = await asyncio.to_thread(process.stderr.readline)
             port = int(line.rpartition(" ")[2])
             await eventually(lambda: scraped(port).get("rolloutmq_up") == 1, what="the first look")

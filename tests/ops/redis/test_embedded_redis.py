@@ -124,7 +124,6 @@ def test_ends_with_a_parent_that_is_sigkilled() -> None:
         [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as parent:
         try:
-            assert parent.stdout is not None
             pid, path = parent.stdout.readline().split()
             assert alive(int(pid))
             parent.kill()

@@ -20,7 +20,7 @@ from support.pools.pool import check_scripted, eventually, replies, status
 from support.redis.roles import LINES, create
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, RolloutResult, SamplingParams, WorkerStatus, connect
+from rolloutmq.messages import Broker, SamplingParams, WorkerStatus, connect
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.messages.redis import Keys
 from rolloutmq.ops.metrics import PoolWatch
@@ -121,7 +121,6 @@ async def test_from_nothing_to_three_and_back_with_a_kill_in_the_middle(
         found = await replies(broker)
         assert sorted(one.outcome.job_id for one in found) == sorted(feeder.ids)  # each exactly once
         for one in found:
-            assert isinstance(one.outcome, RolloutResult)
             assert one.outcome.finish_reason == "length"  # none was aborted
             check_scripted(one.outcome, 3)
         load = await broker.load()
@@ -152,7 +151,6 @@ async def test_long_samples_are_handed_over_and_not_cut(
 
         await eventually(all_there, 60, "all results")
         for one in await replies(broker):
-            assert isinstance(one.outcome, RolloutResult)
             assert (one.outcome.finish_reason, len(one.outcome.token_ids)) == ("length", 100)
             check_scripted(one.outcome, 3)
         assert (await broker.load()).redelivered >= 2  # what the one that left had
@@ -363,7 +361,6 @@ async def test_a_deaf_worker_and_what_it_has_started_go_too(dies: str) -> None:
     told = [sys.executable, "-c", PARENT, str(LEAVE), "0.5" if dies == "scaler" else "600", WITH_A_CHILD]
     pipe = asyncio.subprocess.PIPE
     scaler = await asyncio.create_subprocess_exec(*told, stdin=pipe, stdout=pipe)
-    assert scaler.stdout is not None
     worker, child = [psutil.Process(int(await scaler.stdout.readline())) for _ in range(2)]
     try:
         if dies == "scaler":

@@ -20,7 +20,6 @@ def check(episode: Episode, tokens: int) -> None:
     """Each answer is in one row, behind exactly the tokens that it was sampled behind."""
     for number, turn in enumerate(episode.turns):
         ids = episode.parts[turn.part].token_ids
-        assert turn.result.prompt_ids is not None
         assert ids[: turn.start].tolist() == turn.result.prompt_ids.tolist()
         assert ids[turn.start : turn.end].tolist() == turn.result.token_ids.tolist()
         assert turn.end <= tokens

@@ -122,7 +122,7 @@ async def test_an_answer_under_way_when_the_process_is_killed_is_generated_once(
             check_scripted(turn.result, turn.start)
     assert load.accepted == 3 * count, "one job for each answer"
     assert len(set(engine.begun)) == len(engine.begun) == 3 * count, "the engine was asked for each answer once"
-    assert running.worker._generation.generated_tokens == 3 * count * SHORT.max_new_tokens
+    assert running.generation.generated_tokens == 3 * count * SHORT.max_new_tokens
 
 
 async def test_an_environment_that_does_otherwise_is_asked_anew(redis_db: str) -> None:

@@ -108,7 +108,6 @@ def test_padding_is_marked_as_such(rows: list[Row]) -> None:
 
 def test_a_packed_batch_knows_its_rows(rows: list[Row]) -> None:
     batch = RolloutBatch.of(rows, "packed")
-    assert batch.cu_seqlens is not None
     assert (batch.cu_seqlens.tolist(), batch.cu_seqlens.dtype) == ([0, 5, 13], torch.int32)
     assert batch.token_rows().tolist() == [0] * 5 + [1] * 8
     with pytest.raises(InvalidField, match="layout='padded'"):

@@ -45,7 +45,6 @@ def test_a_ratio_beyond_the_dtype_has_no_gradient_and_no_nan(level: Any, bound: 
     bound(ratios).sum().backward()
     first = [0.0, 1.0] if level == "token" else [0.0, 0.0]
     second = [2.0, 2.0] if level == "sequence" else [1.0, 1.0]
-    assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [first, second]
 
 

@@ -121,7 +121,6 @@ class Fault:
             flip(next(view for spec, view in arrival.views if spec.bucket == bucket and spec.nbytes))
         else:
             loading, bucket = args
-            assert self._model is not None
             flip(self._model.tensor(loading._by_bucket[bucket][0][0]))
 
 

@@ -80,7 +80,7 @@ class Pool:
         handle = await self.client.submit(greedy(count))
 
         def some() -> bool:
-            found = [self.engine.progress(one) for one in self.worker._generation.in_flight.running]
+            found = [self.engine.progress(one) for one in self.worker.vitals.generation.in_flight.running]
             return any(one is not None and len(one.token_ids) for one in found)
 
         await eventually(some, timeout=30.0)

@@ -34,7 +34,7 @@ async def publish_and_leave(url: str, *versions: int, **settings: Any) -> None:
 
 
 def version_of(running: Running) -> int:
-    return running.worker._generation.version
+    return running.generation.version
 
 
 def check_equal(engine: ScriptedEngine, version: int) -> None:
@@ -60,4 +60,4 @@ async def serve(url: str, count: int, before: int = 0) -> set[tuple[int, ...]]:
 
 async def is_waiting(ledger: Ledger, running: Running) -> bool:
     """Whether it lacks the committed version, and serves nothing."""
-    return version_of(running) < await ledger.committed() and running.worker._status().state == "syncing"
+    return version_of(running) < await ledger.committed() and running.status.state == "syncing"

@@ -18,6 +18,7 @@ from rolloutmq.messages.broker.dead_letters import DeadLetters
 from rolloutmq.messages.redis import Keys
 from rolloutmq.messages.redis.connection import BoundedRetry
 from rolloutmq.worker.config import WorkerConfig
+from rolloutmq.worker.generation import Generation
 from rolloutmq.worker.scripted.engine import ScriptedEngine, scripted_logprob, scripted_token
 from rolloutmq.worker.text.tokenizer import NoTokenizer, Tokenizer
 from rolloutmq.worker.worker import Worker
@@ -34,6 +35,12 @@ async def eventually(condition: Callable[[], Any], timeout: float = 30.0, what: 
             return value
         assert time.monotonic() < deadline, f"not within {timeout} s: {what or condition}"
         await asyncio.sleep(0.005)
+
+
+async def runs(engine: ScriptedEngine, count: int | None = None) -> bool:
+    """Whether the engine has requests; with `count`, so many."""
+    here = (await engine.operate("kv_use", {}))["used"] // 64
+    return here == count if count is not None else here > 0
 
 
 def shard_with(broker: Broker, job_id: str) -> Broker:
@@ -171,6 +178,22 @@ class Running:
     @property
     def id(self) -> str:
         return self.worker.worker_id
+
+    @property
+    def generation(self) -> Generation:
+        """What runs on it, as its metrics read it."""
+        return self.worker.vitals.generation
+
+    @property
+    def status(self) -> WorkerStatus:
+        """What its next heartbeat says."""
+        return self.worker._status()
+
+    @property
+    def sampled(self) -> list[int]:
+        """How many tokens each request in the engine has by now."""
+        found = map(self.engine.progress, self.generation.in_flight.running)
+        return [len(progress.token_ids) for progress in found if progress is not None]
 
     async def stop(self) -> None:
         self.worker.drain()

@@ -145,7 +145,7 @@ async def behind(scene: Scene) -> None:
     running = await scene.worker()
     await looked(running)
     await scene.commit(3, await scene.never_answers())
-    running.worker._generation.state.doubted()
+    running.generation.state.doubted()
     await scene.submit()
     await scene.shown("version")
 
@@ -214,7 +214,7 @@ async def stale_weights(scene: Scene) -> None:
 async def draining(scene: Scene) -> None:
     running = await scene.worker()
     await scene.client.submit(tokens(sampling=LONG))
-    await eventually(lambda: running.worker._generation.running == 1)
+    await eventually(lambda: running.generation.running == 1)
     running.worker.drain(60)
     await scene.submit()
 
@@ -226,8 +226,7 @@ async def draining(scene: Scene) -> None:
 
 async def quarantined(scene: Scene) -> None:
     running = await scene.worker()
-    assert running.worker._follower is not None
-    running.worker._generation.state.broken(patient=True)
+    running.generation.state.broken(patient=True)
     await scene.submit()
     await scene.shown("quarantine")
 
@@ -243,7 +242,7 @@ async def engine_down(scene: Scene) -> None:
 async def restart_loop(scene: Scene) -> None:
     running = await scene.worker(Fragile(), max_lost=1000, engine_restarts=1000)
     await scene.submit()
-    await eventually(lambda: running.worker._keeper.in_a_row >= 2)
+    await eventually(lambda: running.status.restarts_in_a_row >= 2)
 
 
 async def only(scene: Scene, able: Able, given: GenerateJob, plain: Able | None = None) -> None:
@@ -335,7 +334,7 @@ async def redis_memory(scene: Scene) -> None:
 async def suspect(scene: Scene) -> None:
     running = await scene.worker(max_lost=2)
     doomed = await scene.client.submit(tokens(sampling=LONG))
-    await eventually(lambda: running.worker._generation.running == 1)
+    await eventually(lambda: running.generation.running == 1)
     running.engine.kill()
 
     async def alone() -> bool:
@@ -354,7 +353,7 @@ async def unclaimed(scene: Scene) -> None:
 async def preferred(scene: Scene) -> None:
     busy = await scene.worker(max_running=1, prefetch=0)
     await scene.client.submit(tokens(sampling=LONG))
-    await eventually(lambda: busy.worker._generation.running == 1)
+    await eventually(lambda: busy.generation.running == 1)
     await scene.worker()
     await scene.submit(tokens(prefer_worker=busy.id, prefer_s=60.0))
     await scene.aside()
@@ -363,7 +362,7 @@ async def preferred(scene: Scene) -> None:
 async def only_slow(scene: Scene) -> None:
     running = await scene.worker(max_running=1, prefetch=0)
     await scene.client.submit(tokens(sampling=LONG))
-    await eventually(lambda: running.worker._generation.running == 1)
+    await eventually(lambda: running.generation.running == 1)
     await scene.submit()
 
 

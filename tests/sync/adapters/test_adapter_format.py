@@ -142,7 +142,6 @@ def test_which_version_a_sample_goes_on_with(
     assert run(one) == (goes_on_with, kept)
     assert one.adapter_segments == segments
     found = one.unsaved()
-    assert found is not None
     start = found.partial.start
     assert start == kept
     assert found.partial.adapter_segments == (Segment(goes_on_with, 4),)

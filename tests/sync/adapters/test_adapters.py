@@ -61,11 +61,10 @@ async def test_every_worker_gets_every_bit(redis_db: str, db: Redis, bucket_byte
             assert report.nbytes == sum(tensor.nbytes for tensor in tensors(version).values())
             for running in (one, two):
                 check_loaded(running.engine, name, version)
-                assert running.worker._generation.version == 0
+                assert running.generation.version == 0
         assert await ledger.adapters() == {"math": 4, "code": 1}
         assert await ledger.version_state("math@4") == "committed"
         assert await ledger.committed() == 0
-        assert source._sender is not None
         kept = [each.snapshot.manifest.version for each in source._sender._hub._outgoing.values()]
         assert sorted(kept) == [1, 4]  # for whoever comes late, and nothing else of a transfer stays
         for version in (4, 3, 0, -1, True, 1 << 40):
@@ -110,9 +109,8 @@ async def test_what_cannot_be_loaded_is_refused_and_not_asked_for_again(redis_db
         assert report.workers == (able.id,)
         assert report.failures == {small.id: "load: rank 4 is above max_lora_rank=2"}
         follower = small.worker._follower
-        assert follower is not None
         assert await Ledger(db, "default").adapters() == {"math": 1}
-        assert not await follower.adapters.keep_up(small.id, follower.turn)
+        assert not await follower.adapters.keep_up(small.id, small.generation.state.turn)
         assert small.engine.asked == 1  # type: ignore[attr-defined]
 
 
@@ -173,7 +171,6 @@ async def test_the_trainer_sends_few_copies_however_many_take_one(redis_db: str)
         assert (set(report.workers), report.failures) == ({running.id for running in pool}, {})
         for running in pool:
             check_loaded(running.engine, "math", 1)
-        assert source._sender is not None
         (outgoing,) = source._sender._hub._outgoing.values()
         assert outgoing.sources.copies == DIRECT < len(pool)
         assert outgoing.offer.sent_bytes == DIRECT * sum(outgoing.snapshot.manifest.bucket_nbytes)
@@ -211,7 +208,7 @@ async def test_whoever_comes_late_gets_every_adapter(redis_db: str) -> None:
             await publish_weights(source, 1)
             late.engine.kill()
             await eventually(lambda: late.engine.starts == 2 and len(late.engine.loaded) == 2, what="the restart")
-            await eventually(lambda: late.worker._generation.version == 1)
+            await eventually(lambda: late.generation.version == 1)
             check_loaded(late.engine, "code", 7)
 
 

@@ -86,7 +86,7 @@ async def test_what_waits_is_given_up_at_once(redis_db: str, monkeypatch: pytest
         assert (report.state, report.failures) == ("aborted", {"trainer": "not wanted any more"})
         digesting.go()
         assert (await asyncio.to_thread(first.wait, 60)).state == "committed"
-        assert running.worker._generation.version == 1
+        assert running.generation.version == 1
 
 
 async def test_what_is_not_announced_yet_never_is(
@@ -124,15 +124,15 @@ async def test_amid_the_buckets_the_old_weights_serve_on(
         assert await ledger.version_state(2) == "failed"
         for running in (one, two):
             assert all(torch.equal(running.engine.weights[name], sent) for name, sent in weights(1).items())
-            assert running.worker._generation.version == 1
+            assert running.generation.version == 1
         assert (await asyncio.to_thread(source.publish(3, weights(3).items()).wait, 60)).state == "committed"
-        await eventually(lambda: one.worker._generation.version == two.worker._generation.version == 3)
+        await eventually(lambda: one.generation.version == two.generation.version == 3)
 
 
 async def test_while_workers_are_waited_for(redis_db: str) -> None:
     """A worker that is alive and does not join: the trainer need not wait for the end of the join timeout."""
     async with worker(redis_db) as running, publisher(redis_db, join_timeout_s=60) as source:
-        running.worker._generation.state.frozen.acquire()
+        running.generation.state.frozen.acquire()
         handle = source.publish(1, weights(1).items())
         await eventually(lambda: handle.progress().phase == "announced")
         handle.abort()

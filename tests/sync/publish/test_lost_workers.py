@@ -138,9 +138,7 @@ async def test_the_next_versions_begin_while_a_stopped_worker_is_waited_for(
         handles = []
         for version in (2, 3):
             handles.append(begin(source, version))
-            await eventually(
-                lambda: one.worker._generation.version == two.worker._generation.version == len(handles) + 1
-            )
+            await eventually(lambda: one.generation.version == two.generation.version == len(handles) + 1)
             early = await asyncio.to_thread(handles[-1].wait, 60, for_="committed")
             assert (early.version, early.state, early.failures) == (version, "committed", {})
             assert set() < set(early.workers) <= others
@@ -151,7 +149,7 @@ async def test_the_next_versions_begin_while_a_stopped_worker_is_waited_for(
         report = await ended(handles[0])  # two are followed at a time
         assert (report.state, set(report.workers)) == ("committed", others)
         assert report.failures == {lost.id: "had not reported when version 4 was published"}
-        await eventually(lambda: one.worker._generation.version == two.worker._generation.version == 4)
+        await eventually(lambda: one.generation.version == two.generation.version == 4)
         assert await ledger.committed() == 4
         assert not any(handle.done() for handle in handles[1:])
         lost.signal(signal.SIGKILL)
@@ -205,9 +203,9 @@ async def test_slow_workers_finish_what_they_began_and_the_trainer_keeps_two_ver
         handles = []
         for version in range(1, 5):
             handles.append(begin(source, version))
-            await eventually(lambda version=version: fast.worker._generation.version == version)
+            await eventually(lambda version=version: fast.generation.version == version)
             if version == 1:
-                await eventually(lambda: two.worker._generation.version == 1 and reached == {one.id})
+                await eventually(lambda: two.generation.version == 1 and reached == {one.id})
             if version == 2:
                 await eventually(lambda: reached == {one.id, two.id})
         for version, behind in ((1, {one.id}), (2, {one.id, two.id})):
@@ -218,7 +216,7 @@ async def test_slow_workers_finish_what_they_began_and_the_trainer_keeps_two_ver
             )
         handles.append(begin(source, 5))
         free.set()
-        await eventually(lambda: {each.worker._generation.version for each in (fast, one, two)} == {5})
+        await eventually(lambda: {each.generation.version for each in (fast, one, two)} == {5})
         for handle in handles[2:]:  # who went on to a newer version does not come for these
             handle.abort("it has been replaced")
             assert (await ended(handle)).state == "committed"
@@ -237,13 +235,13 @@ async def test_giving_up_while_workers_drain(redis_db: str, broker: Broker, ledg
     ):
         assert (await publish(source, 1)).state == "committed"
         await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=1000)) for _ in range(2)])
-        await eventually(lambda: all(engine._running for engine in engines))
+        await eventually(lambda: one.generation.running and two.generation.running)
         handle = begin(source, 2)
-        await eventually(lambda: not any(each.worker._generation.gate.is_open for each in (one, two)))
+        await eventually(lambda: not any(each.generation.gate.is_open for each in (one, two)))
         handle.abort("not wanted")
         report = await ended(handle)
         assert (report.state, report.workers, report.failures.keys()) == ("aborted", (), {one.id, two.id})
-        await eventually(lambda: all(each.worker._generation.gate.is_open for each in (one, two)))
-        assert all(engine._running for engine in engines)
+        await eventually(lambda: all(each.generation.gate.is_open for each in (one, two)))
+        assert one.generation.running == two.generation.running == 1
         assert [engine.loaded_versions for engine in engines] == [[1], [1]]
         assert (await ledger.version_state(2), await ledger.committed()) == ("failed", 1)

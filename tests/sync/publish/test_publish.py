@@ -14,7 +14,7 @@ import torch
 from support.peers.publishing import publisher, weights
 from support.pools.commanded import hurry
 from support.pools.late import is_waiting
-from support.pools.pool import check_scripted, eventually, wait_replies, worker
+from support.pools.pool import Running, check_scripted, eventually, runs, wait_replies, worker
 from support.specimens.messages import job
 
 from rolloutmq import InvalidField, WaitTimeout, WeightPublisher
@@ -57,7 +57,7 @@ async def test_two_workers_get_every_bit(redis_db: str, ledger: Ledger, bucket_b
             assert report.nbytes == sum(t.numel() * t.element_size() for t in weights(version).values())
             for running in (one, two):
                 check_equal(running.engine, version)
-                assert running.worker._generation.version == version
+                assert running.generation.version == version
             assert await ledger.committed() == version
             assert await ledger.version_state(version) == "committed"
 
@@ -95,13 +95,13 @@ async def enqueue(url: str, count: int, new_tokens: int) -> None:
         )
 
 
-async def all_have_tokens_of(broker: Broker, engines: list[ScriptedEngine], version: int) -> bool:
+async def all_have_tokens_of(broker: Broker, workers: list[Running], version: int) -> bool:
     """Whether each of 8 samples goes on under this version, or is done."""
     going_on = [
-        request_id
-        for engine in engines
-        for request_id, (request, *_) in engine._running.items()
-        if request.cache_key.partition("/")[0] == str(version) and engine._sampled(request_id)
+        name
+        for running in workers
+        for name in running.engine.ops.generated()
+        if running.generation.in_flight.running[name].newest == version
     ]
     return len(going_on) + await broker.count_replies("client") == 8
 
@@ -114,10 +114,10 @@ async def test_resume_every_token_is_of_the_version_its_segment_says(redis_db: s
         publisher(redis_db, mode="resume") as source,
     ):
         await enqueue(redis_db, 8, 6000)  # they run until `hurry`
-        await eventually(lambda: sum(len(engine._aborts) for engine in engines) == 8)
+        await eventually(lambda: first.generation.running + second.generation.running == 8)
         for version in (1, 2, 3):
             assert (await publish(source, version)).state == "committed"
-            await eventually(lambda version=version: all_have_tokens_of(broker, engines, version))
+            await eventually(lambda version=version: all_have_tokens_of(broker, [first, second], version))
         hurry(first)
         hurry(second)
         results = await results_of(redis_db, 8)
@@ -136,7 +136,7 @@ async def test_drain_no_sample_mixes_versions(redis_db: str) -> None:
         publisher(redis_db, mode="drain") as source,
     ):
         await enqueue(redis_db, 16, 20)
-        await eventually(lambda: engine._aborts)
+        await eventually(lambda: runs(engine))
         assert (await publish(source, 1)).state == "committed"
         await enqueue(redis_db, 4, 20)
         results = await results_of(redis_db, 20)
@@ -153,12 +153,12 @@ async def test_drain_who_cannot_finish_in_time_stays_on_the_old(redis_db: str) -
         publisher(redis_db, mode="drain", join_timeout_s=1.5) as source,
     ):
         await enqueue(redis_db, 1, 1000)
-        await eventually(lambda: engine._aborts)
+        await eventually(lambda: runs(engine))
         report = await publish(source, 1)
         assert report.state == "failed"
         assert report.failures == {running.id: "load: what was running did not end in the time the trainer gives"}
-        assert engine._aborts  # and it still generates
-        assert running.worker._generation.version == 0
+        assert await runs(engine)  # and it still generates
+        assert running.generation.version == 0
 
 
 async def test_a_late_joiner_serves_only_after_its_first_verified_sync(redis_db: str) -> None:
@@ -172,9 +172,9 @@ async def test_a_late_joiner_serves_only_after_its_first_verified_sync(redis_db:
             check_equal(first.engine, 4)
             slow = ScriptedEngine(tokens_per_s=1e6)
             async with worker(redis_db, engine=slow) as late:
-                await eventually(lambda: late.worker._generation.version == 4)
+                await eventually(lambda: late.generation.version == 4)
                 check_equal(slow, 4)
-                assert first.worker._generation.version == 4
+                assert first.generation.version == 4
                 assert (await publish(source, 5)).workers == tuple(sorted([first.id, late.id]))
 
 
@@ -184,7 +184,7 @@ async def test_without_a_publisher_a_late_joiner_does_not_serve(redis_db: str, l
     async with worker(redis_db) as late:
         await eventually(lambda: is_waiting(ledger, late))
         await enqueue(redis_db, 1, 3)
-        assert late.worker._status().state == "syncing"
+        assert late.status.state == "syncing"
         assert await broker.count_replies("client") == 0
         async with publisher(redis_db) as source:
             assert source.last_version == 1  # continues from the ledger

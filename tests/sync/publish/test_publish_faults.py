@@ -78,7 +78,7 @@ async def test_what_is_not_what_was_sent_is_refused(
         assert report.failures[running.id].startswith(said)
         assert running.engine.weights.keys() == old.keys()
         assert all(torch.equal(running.engine.weights[name], tensor) for name, tensor in old.items())
-        assert running.worker._generation.version == 1
+        assert running.generation.version == 1
         assert await ledger.committed() == 1
         assert await ledger.version_state(2) == "failed"
         await serve_some(ledger, 0, 1)
@@ -196,12 +196,12 @@ async def test_one_refuses_and_the_other_serves(redis_db: str, ledger: Ledger) -
         assert report.state == "committed"
         assert report.workers == (sound.id,)
         assert report.failures == {other.id: "verify: DigestMismatch: tensor first"}
-        assert other.worker._generation.version == 0
+        assert other.generation.version == 0
         picky.refuse = False
         # it is behind what was committed, and takes it by itself
-        await eventually(lambda: other.worker._generation.version == 1)
+        await eventually(lambda: other.generation.version == 1)
         assert picky.weights.keys() == WEIGHTS.keys()
-        assert sound.worker._generation.version == 1
+        assert sound.generation.version == 1
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ async def test_who_never_comes_keeps_nobody_from_the_version(redis_db: str, erro
         report = await publish(source, 1)
         assert (report.state, set(report.workers)) == ("committed", {one.id, two.id})
         assert report.failures == {other.id: "did not report in time" if waits else f"rendezvous: {error}"}
-        assert other.worker._generation.version == 0
+        assert other.generation.version == 0
         async with worker(redis_db) as late:  # the stranger tries to catch up, too
-            await eventually(lambda: late.worker._generation.version == 1)
+            await eventually(lambda: late.generation.version == 1)
 
 
 async def test_who_gives_a_living_trainer_up_tries_again(redis_db: str) -> None:
@@ -278,7 +278,7 @@ async def test_the_publisher_dies_after_the_announcement(redis_db: str, ledger: 
             report = await eventually(lambda: reported(ledger, announcement.epoch, running.id))
             assert (report.ok, report.phase, report.intact) == (False, "rendezvous", True)
             assert (SENDER_GONE if listens else "nobody answers at 127.0.0.1:1") in report.error
-            assert not running.worker._generation.state.updating
+            assert not running.generation.state.updating
             await serve_some(ledger, 1, 0)
             async with publisher(redis_db, join_timeout_s=NEVER_S) as source:
                 assert (await publish(source, 2)).state == "committed"
@@ -323,7 +323,7 @@ async def test_a_version_that_is_not_finite_is_not_sent_unless_it_may_be(
             report = await asyncio.to_thread(source.publish(2, broken).wait, 60)
             assert (report.state, report.workers, set(report.failures)) == ("failed", (), {"trainer"})
             assert "tensor third has NaN or Inf" in report.failures["trainer"]
-            assert await ledger.committed() == running.worker._generation.version == 1
+            assert await ledger.committed() == running.generation.version == 1
         async with publisher(redis_db, nonfinite="allow") as source:
             assert (await asyncio.to_thread(source.publish(3, broken).wait, 60)).workers == (running.id,)
             assert running.engine.weights["third"].tolist()[0] == 0.0

@@ -53,8 +53,8 @@ async def test_a_version_whose_publish_raised_is_never_sent(
         monkeypatch.undo()
         assert offered(source) == [2]
         async with worker(redis_db, engine=Noting()) as late:
-            await eventually(lambda: late.worker._generation.version)
-            assert late.worker._generation.version == running.worker._generation.version == 2
+            await eventually(lambda: late.generation.version)
+            assert late.generation.version == running.generation.version == 2
             assert [order.version for order in orders] == [2]
             assert await ledger.committed() == 2
             assert (await publish(source, 4)).state == "committed"
@@ -71,9 +71,9 @@ async def test_one_that_a_worker_serves_is_had_from_it_though_its_publish_raised
             await publish(source, 2)
         monkeypatch.undo()
         assert offered(source) == [1]
-        assert await ledger.committed() == running.worker._generation.version == 2
+        assert await ledger.committed() == running.generation.version == 2
         async with worker(redis_db) as late:
-            await eventually(lambda: late.worker._generation.version == 2)
+            await eventually(lambda: late.generation.version == 2)
             report = await publish(source, 3)
             assert (report.state, set(report.workers)) == ("committed", {running.id, late.id})
 
@@ -102,7 +102,7 @@ async def test_a_first_version_that_no_worker_took_is_not_committed_later(
         await eventually(lambda: len(asked) >= 2)
         assert set(asked) == {1}
         assert await ledger.version_state(2) == "failed"
-        assert running.worker._generation.version == 0
+        assert running.generation.version == 0
         assert (await publish(source, 3)).state == "committed"
 
 

@@ -35,7 +35,6 @@ async def test_updates_while_streaming(redis_db: str, mode: Any) -> None:
                 assert (await publish(source, version)).state == "committed"
                 if version == 3:
                     hurry(running)
-    assert result is not None
     check_scripted(result, 3)
     assert result.versions == (1, 2, 3)
     by_version = {number: sum(count for v, count in segments if v == number) for number in (1, 2, 3)}

@@ -76,8 +76,8 @@ async def test_a_version_that_nobody_took_is_not_what_late_workers_get(redis_db:
         assert (await asyncio.to_thread(source.publish(1, WEIGHTS.items()).wait, 60)).state == "committed"
         assert (await asyncio.to_thread(source.publish(2, WEIGHTS.items()).wait, 60)).state == "failed"
         async with worker(redis_db, engine=Picky()) as late:
-            await eventually(lambda: late.worker._generation.state.in_service, 10)
-            assert late.worker._generation.version == 1
+            await eventually(lambda: late.generation.state.in_service, 10)
+            assert late.generation.version == 1
 
 
 async def test_who_refuses_again_and_again_asks_less_and_less(redis_db: str) -> None:
@@ -95,7 +95,7 @@ async def test_who_refuses_again_and_again_asks_less_and_less(redis_db: str) -> 
         assert (await asyncio.to_thread(source.publish(2, WEIGHTS.items()).wait, 60)).state == "committed"
         async with worker(redis_db, engine=engine) as late:
             await eventually(lambda: len(engine.asked) == 4)
-            assert not late.worker._generation.state.in_service
+            assert not late.generation.state.in_service
     assert engine.asked[2] - engine.asked[1] >= 1.0
     assert engine.asked[3] - engine.asked[2] >= 3.0
 

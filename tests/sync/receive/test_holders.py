@@ -28,7 +28,6 @@ class Held:
         sending = made.begin(version(1), [peer.name for peer in made.peers])
         for peer, order in zip(made.peers, sending.orders, strict=True):
             report = peer.update(order)
-            assert report is not None
             assert report.ok
         self.token, self.trainer = sending.outgoing.token, made.hub.address
         made.close()

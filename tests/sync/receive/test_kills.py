@@ -100,7 +100,6 @@ class Pool:
     async def check_results(self) -> None:
         """Every job is done once, and each of its tokens is of the version that its segment says."""
         for reply in await wait_replies(self.broker, self.jobs, timeout=30):
-            assert isinstance(reply.outcome, RolloutResult)
             check_scripted(reply.outcome, 3)
         await self.broker.ack("client", await replies(self.broker))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from support.peers.publishing import publish, publisher, serve_some
-from support.pools.pool import Running, check_scripted, eventually, wait_replies, worker
+from support.pools.pool import Running, check_scripted, eventually, runs, wait_replies, worker
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, RolloutResult, SamplingParams
+from rolloutmq.messages import Broker, SamplingParams
 from rolloutmq.messages.model.weights import UpdateMode
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
@@ -28,12 +28,11 @@ class Torn(ScriptedEngine):
 
 async def no_progress(running: Running, ledger: Ledger) -> None:
     """Quarantined: it takes no job, and what it holds does not run."""
-    assert running.worker._follower is not None
-    assert running.worker._generation.state.quarantined
+    assert running.generation.state.quarantined
     assert running.worker._status().state == "syncing"
     assert running.worker._room() == 0
-    assert running.worker._generation.gate.reasons == ["quarantine"]
-    assert running.worker._generation.running == 0
+    assert running.generation.gate.reasons == ["quarantine"]
+    assert running.generation.running == 0
 
 
 @pytest.mark.parametrize("mode", ["resume", "drain"])
@@ -47,18 +46,17 @@ async def test_weights_that_are_half_written_never_serve(redis_db: str, ledger: 
     ):
         broker = Broker(ledger.redis, "default")
         await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=80)) for _ in range(JOBS)])
-        await eventually(lambda: engine._aborts)
+        await eventually(lambda: runs(engine))
         report = await publish(source, 1)
         assert (report.state, report.failures) == ("failed", {running.id: "load: CUDA error"})
         await no_progress(running, ledger)
         engine.tokens_per_s = 1e9
-        tokens = running.worker._generation.generated_tokens
+        tokens = running.generation.generated_tokens
         assert (await publish(source, 2)).state == "committed"
         assert engine.starts == 1
         found = [reply.outcome for reply in await wait_replies(broker, JOBS)]
         assert tokens < JOBS * 80
         for one in found:
-            assert isinstance(one, RolloutResult)
             assert set(one.versions) <= {0, 2}
             assert one.attempt == 1
             check_scripted(one, 3)
@@ -69,7 +67,6 @@ async def test_a_quarantine_that_nobody_mends_ends_with_a_restart(
     redis_db: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with worker(redis_db, engine=Torn()) as running, publisher(redis_db) as source:
-        assert running.worker._follower is not None
         monkeypatch.setattr("rolloutmq.worker.engine_state.QUARANTINE_S", 0.5)
         report = await publish(source, 1)
         assert report.failures == {running.id: "load: CUDA error"}
@@ -90,12 +87,11 @@ async def test_in_place_half_written_weights_end_the_engine(redis_db: str, ledge
     ):
         broker = Broker(ledger.redis, "default")
         await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=60))])
-        await eventually(lambda: engine._aborts)
+        await eventually(lambda: runs(engine))
         report = await publish(source, 1)
         assert report.failures == {running.id: "load: CUDA error"}
         await eventually(lambda: engine.starts == 2, what="a restart with whole weights")
         (reply,) = await wait_replies(broker, 1)
-        assert isinstance(reply.outcome, RolloutResult)
         assert (reply.outcome.versions, reply.outcome.attempt) == ((0,), 2)
         check_scripted(reply.outcome, 3)
         assert (await publish(source, 2)).state == "committed"

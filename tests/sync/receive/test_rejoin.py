@@ -97,7 +97,6 @@ def test_a_sender_that_started_again_is_joined_anew(rank: Rank) -> None:
 def lose_connection(rank: Rank) -> None:
     lines = rank.receiver.kept.lines
     sender, port, _ = lines._store  # type: ignore[misc]
-    assert sender is not None
     sender.close()
     lines._store = sender, port, Gone()
 
@@ -116,7 +115,6 @@ def test_a_lost_connection_costs_no_group(rank: Rank) -> None:
 @in_cells
 def test_a_restarted_sender_has_no_part_in_a_group_of_that_name(rank: Rank) -> None:
     lines, other = rank.receiver.kept.lines, serve_store("127.0.0.1")
-    assert lines.group is not None
     (order,) = rank.line.begin(version(2), ["w"]).orders
     lines.newest = order
     lines.store(order, Place(lines.group.name, "1", 1, 2, other.port, go=False), time.monotonic() + TIMEOUT_S)

@@ -37,7 +37,6 @@ def cell() -> Iterator[Line]:
 
 
 def check_whole(peer: Peer, report: TransferReport | None, number: int, way: str = "pull") -> None:
-    assert report is not None
     assert (report.ok, report.phase, report.readback, report.way) == (True, "done", True, way), report
     assert peer.ask(digests=True) == expected(version(number))
 
@@ -48,7 +47,6 @@ def test_every_bit_arrives_from_whoever_has_it(three: Line) -> None:
         assert len(snapshot.buckets) > 2
         for peer, report in zip(three.peers, three.transfer(snapshot), strict=True):
             check_whole(peer, report, number)
-            assert report is not None
             assert report.holder
 
 
@@ -73,7 +71,6 @@ async def survived(
     reports = made.transfer(version(2), timeout_s=timeout_s)
     assert reports[0] is None
     for peer, report in zip(others, reports[1:], strict=True):
-        assert report is not None
         check_whole(peer, report, 2, report.way)
 
     def named() -> str:
@@ -84,13 +81,11 @@ async def survived(
     assert why.startswith("is stopped" if how == "SIGSTOP" else "was lost")
     assert [made.hub.lost(peer.name)[0] for peer in others] == ["", ""]
     for peer, report in zip(others, made.transfer(version(3), others, timeout_s=timeout_s), strict=True):
-        assert report is not None
         check_whole(peer, report, 3, report.way)
     if how == "SIGSTOP":
         victim.signal(signal.SIGCONT)
         assert victim.hear() is not None  # what it makes of the version that it was stopped in
         (report,) = made.transfer(version(4), [victim], timeout_s=timeout_s)
-        assert report is not None
         check_whole(victim, report, 4, report.way)
 
 
@@ -144,7 +139,6 @@ async def test_a_source_that_gives_up_amid_the_version_lets_those_go_who_wait_fo
     orders = dict(zip(three.peers, sending.orders, strict=True))
     bad.ask(fault={"at": "arrived", "number": 2, "how": "raise"})
     report = bad.update(orders[bad])
-    assert report is not None
     assert (report.ok, report.intact, report.phase) == (False, True, "receive"), report
     sending.outgoing.sources.late = True
     for peer in others:

@@ -17,7 +17,7 @@ from support.pools.late import publish_and_leave
 from support.pools.pool import eventually, replies, wait_replies, worker
 from support.specimens.messages import SHORT, job
 
-from rolloutmq.messages import Broker, JobFailure, Lease, RolloutResult, SamplingParams
+from rolloutmq.messages import Broker, Lease, RolloutResult, SamplingParams
 from rolloutmq.messages.errors import TransferTimeout
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync import WeightPublisher
@@ -35,25 +35,25 @@ async def test_what_runs_at_a_pause_comes_back_and_nothing_new_begins(
     async with worker(redis_db, engine=slow(), max_running=3, prefetch=3) as running:
         jobs = await busy(broker, running)
         (await control.pause(mode)).check()
-        assert running.worker._status().state == "paused"
+        assert running.status.state == "paused"
         more = [job(sampling=SHORT) for _ in range(2)]
         await broker.enqueue(more)
         if mode == "finish":
             hurry(running)
             await all_done(broker, jobs)
         elif mode == "in_place":
-            held = [running.engine._sampled(rid) for rid in running.engine._running]
+            held = running.sampled
             await all_that_can_happen_now()
-            assert [running.engine._sampled(rid) for rid in running.engine._running] == held != []
+            assert running.sampled == held != []
         else:
-            assert running.worker._generation.running == 0
+            assert running.generation.running == 0
             assert running.engine.ops.flushes == (1 if mode == "retract" else 0)
         state = (await control.version()).results[running.id]
         assert (state["paused"], state["state"]) == (mode, "paused")
         (await control.resume()).check()
         hurry(running)
         await all_done(broker, jobs + more)
-        assert running.worker._status().state == "serving"
+        assert running.status.state == "serving"
 
 
 async def test_one_worker_is_paused_and_its_work_goes_to_the_other(
@@ -64,8 +64,8 @@ async def test_one_worker_is_paused_and_its_work_goes_to_the_other(
         async with worker(redis_db, max_running=3) as other:
             (await control.pause("abort", hand_back=True, worker_id=one.id)).check()
             await all_done(broker, jobs)
-            assert other.worker._status().state == "serving"
-            assert len(one.worker._held) == 0
+            assert other.status.state == "serving"
+            assert one.status.held == 0
 
 
 @pytest.mark.parametrize("what", ["claimed", "published"])
@@ -89,14 +89,14 @@ async def test_what_is_just_being_claimed_or_published_is_handed_back_too(
         one = job(n=3, sampling=LONG)
         await broker.enqueue([one])
         if what == "published":
-            await eventually(lambda: running.worker._generation.running == 3)
-            running.worker._generation.end([next(iter(running.worker._generation.in_flight.running.values()))])
+            await eventually(lambda: running.generation.running == 3)
+            running.generation.end([next(iter(running.generation.in_flight.running.values()))])
         await begun.wait()
         asked = asyncio.create_task(control.pause("abort", hand_back=True))
-        await eventually(lambda: running.worker._generation.state.paused)
+        await eventually(lambda: running.generation.state.paused)
         go_on.set()
         (await asked).check()
-        assert len(running.worker._held) == 0
+        assert running.status.held == 0
         assert await broker.redis.zcard(broker.keys.queues[1]) == 1
 
 
@@ -106,7 +106,7 @@ async def test_a_pause_in_place_can_become_another_one(redis_db: str, control: P
         (await control.pause("in_place")).check()
         (await control.pause("in_place")).check()
         (await control.pause("abort")).check()
-        assert (running.worker._generation.running, running.engine.ops.frozen) == (0, False)
+        assert (running.generation.running, running.engine.ops.frozen) == (0, False)
         (await control.resume()).check()
         hurry(running)
         await all_done(broker, jobs)
@@ -119,7 +119,7 @@ async def test_nothing_that_brings_weights_thaws_an_engine_that_is_paused_in_pla
     async with worker(redis_db, engine=slow(), max_running=3) as running:
         jobs = await busy(broker, running)
         (await control.pause("in_place")).check()
-        held = [running.engine._sampled(rid) for rid in running.engine._running]
+        held = running.sampled
         asked: list[str] = []
         operate = running.engine.operate
         monkeypatch.setattr(running.engine, "operate", lambda what, params: asked.append(what) or operate(what, params))
@@ -130,7 +130,7 @@ async def test_nothing_that_brings_weights_thaws_an_engine_that_is_paused_in_pla
             handle = await asyncio.to_thread(publisher.publish, 1, {"w": torch.ones(2)})
             assert (await asyncio.to_thread(handle.wait)).state in {"failed", "aborted"}
         assert (asked, running.engine.ops.frozen) == ([], True)
-        assert [running.engine._sampled(rid) for rid in running.engine._running] == held != []
+        assert running.sampled == held != []
         (await control.resume()).check()
         hurry(running)
         await all_done(broker, jobs)
@@ -142,7 +142,7 @@ async def test_abort_cancels_what_is_held_and_leaves_what_is_queued(
     async with worker(redis_db, engine=slow(), max_running=2, prefetch=0) as running:
         jobs = [job(sampling=LONG) for _ in range(2)]
         await broker.enqueue(jobs)
-        await eventually(lambda: running.worker._generation.running == 2)
+        await eventually(lambda: running.generation.running == 2)
         queued = job(sampling=SHORT)
         await broker.enqueue([queued])
         answer = (await control.abort()).check()[running.id]
@@ -150,7 +150,6 @@ async def test_abort_cancels_what_is_held_and_leaves_what_is_queued(
         found = {reply.outcome.job_id: reply.outcome for reply in await wait_replies(broker, 3)}
         for each in jobs:
             failure = found[each.id]
-            assert isinstance(failure, JobFailure)
             assert (failure.outcome, failure.cause) == ("cancelled", "aborted by an operator")
         assert isinstance(found[queued.id], RolloutResult)
 
@@ -212,7 +211,7 @@ async def test_what_runs_when_the_engine_goes_to_sleep_comes_back_when_it_wakes(
         assert (await control.pause("in_place"))[running.id].kind == "RequestRefused"
         assert (await control.flush_cache())[running.id].kind == "RequestRefused"
         assert await replies(broker) == []
-        assert running.worker._generation.running == 0
+        assert running.generation.running == 0
         for tags in (["weights"], ["kv_cache"], ["cuda_graph"]):
             for _ in range(2):  # an answer may be lost: what is awake may be woken again
                 assert (await control.wake(tags)).check()[running.id].result["intact"]
@@ -230,8 +229,8 @@ async def test_an_engine_that_cannot_sleep_is_not_disturbed(
         await busy(broker, running)
         answer = (await control.sleep())[running.id]
         assert (answer.kind, "without a memory saver" in answer.error) == ("RequestRefused", True)
-        assert running.worker._generation.running == 3
-        assert running.worker._status().state == "serving"
+        assert running.generation.running == 3
+        assert running.status.state == "serving"
         hurry(running)
 
 
@@ -244,12 +243,12 @@ async def test_the_models_own_weights_do_not_serve_a_pool_that_has_newer_ones(
     monkeypatch.setattr(ScriptedEngine, "info", property(lambda engine: replace(model, model=str(tmp_path))))
     await broker.redis.hset(broker.keys.weights, "committed", 5)
     async with worker(redis_db) as running:
-        await eventually(lambda: running.worker._status().state == "syncing")
+        await eventually(lambda: running.status.state == "syncing")
         assert (await control.set_version(6))[running.id].kind == "RequestRefused"
         (await control.sleep(["weights"])).check()
         woken = (await control.wake()).check()[running.id].result
         assert (woken["stale"], running.engine.weights["first"].tolist()) == (False, list(range(10)))
-        assert not running.worker._generation.state.in_service
+        assert not running.generation.state.in_service
         assert running.worker._status().state == "syncing"
 
 
@@ -264,7 +263,7 @@ async def test_what_a_command_overwrites_is_offered_to_nobody_any_more(
         order = TransferOrder.from_holders(None, [holder], "", "late", timeout_s=5.0)
         assert (await asyncio.to_thread(fetch_manifest, order))[0].version == 1
         (await control.load(str(tmp_path), 4)).check()
-        assert running.worker._generation.version == 4
+        assert running.generation.version == 4
         with pytest.raises(TransferTimeout, match="not offered here"):
             await asyncio.to_thread(fetch_manifest, order)
 
@@ -290,7 +289,7 @@ async def test_an_engine_that_dies_frozen_or_asleep_comes_up_awake_and_a_pause_s
         jobs = await busy(broker, running)
         (await (control.pause("in_place") if state == "in_place" else control.sleep())).check()
         running.engine.kill()
-        await eventually(lambda: running.engine.starts == 2 and not running.worker._generation.state.dead.is_set())
+        await eventually(lambda: running.engine.starts == 2 and not running.generation.state.dead.is_set())
         told = (await control.version()).results[running.id]
         assert (told["asleep"], told["holds"]) == ([], [])
         assert told["paused"] == ("abort" if state == "in_place" else "")
@@ -310,7 +309,7 @@ async def test_out_of_memory_is_tried_again_with_fewer_at_once(redis_db: str, br
         jobs = [job(sampling=SamplingParams(max_new_tokens=20)) for _ in range(12)]
         await broker.enqueue(jobs)
         await all_done(broker, jobs)
-        assert running.worker._generation.slots.limit <= 4
+        assert running.generation.slots.limit <= 4
         assert running.engine.starts == 1
         assert {reply.outcome.attempt for reply in await replies(broker)} == {1}
 
@@ -322,7 +321,7 @@ async def test_an_engine_that_dies_gets_half_as_much_and_then_more_again(
         jobs = await busy(broker, running)
         running.engine.kill()
         await eventually(lambda: running.engine.starts == 2)
-        slots = running.worker._generation.slots
+        slots = running.generation.slots
         assert slots.limit == 4
         monkeypatch.setattr("rolloutmq.worker.slots.GROW_S", 0.0)
         await eventually(lambda: slots.limit == 8)

@@ -50,13 +50,11 @@ def test_an_interrupted_sample_says_where_its_cache_was_computed_anew() -> None:
 
 def test_lineage_goes_on_with_the_pieces_that_a_lost_worker_had_saved() -> None:
     lost = begun(1)
-    assert lost.leg is not None
     lost.leg.switch(2, 2)
     pieces: list[Partial] = []
     for there in (1, 4):  # before the switch's place, and behind it
         more = Progress(np.arange(there, dtype=np.int32), np.zeros(there, np.float32))
         piece = lost.unsaved(lambda _, start, more=more: Progress(more.token_ids[start:], more.logprobs[start:]))
-        assert piece is not None
         lost.keep_saved(piece)
         pieces.append(piece.partial)
     assert [(piece.start, piece.legs, piece.in_place) for piece in pieces] == [(0, (), ()), (1, (), (2,))]
@@ -65,7 +63,6 @@ def test_lineage_goes_on_with_the_pieces_that_a_lost_worker_had_saved() -> None:
     after.next_request(2)
     absorb(after, 2)
     after.next_request(3)
-    assert after.leg is not None
     after.leg.switch(4, 1)
     absorb(after, 3, "length")
     made = after.result("w", INFO, None)

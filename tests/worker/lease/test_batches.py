@@ -91,7 +91,7 @@ async def test_a_result_that_cannot_be_published_ends_its_job_and_all_others_are
     await broker.enqueue([good[0], bad, *good[1:]])
     async with worker(redis_db) as running:
         found = [reply.outcome for reply in await wait_replies(broker, 9)]
-        await eventually(lambda: not running.worker._outbox.jobs() and not len(running.worker._held))
+        await eventually(lambda: not running.worker._outbox.jobs() and not running.status.held)
     (failure,) = [one for one in found if isinstance(one, JobFailure)]
     assert (failure.job_id, failure.cause) == (bad.id, "cannot be published")
     assert "exhausted" in failure.error
@@ -110,7 +110,7 @@ async def test_a_job_that_cannot_be_given_back_keeps_no_other(
 ) -> None:
     await two_jobs(broker, monkeypatch, "release")
     async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=1.0), drain_s=0.0) as running:
-        await eventually(lambda: running.worker._generation.running == 2)
+        await eventually(lambda: running.generation.running == 2)
     assert sum((await broker.load()).queued) == 1
 
 

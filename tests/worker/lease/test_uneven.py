@@ -43,7 +43,7 @@ async def test_one_pool_may_mix_engines(redis_db: str, broker: Broker, monkeypat
             outcomes = [reply.outcome for reply in await wait_replies(broker, 2 * round_)]
             by = {one.job_id: (one.worker_id, one.attempt) for one in outcomes if isinstance(one, RolloutResult)}
             assert (by[seeded.id], by[wide.id]) == ((second.id, 1), (third.id, 1))
-        assert first.worker._generation.finished == 0
+        assert first.generation.finished == 0
 
 
 async def test_a_slow_worker_claims_nothing_that_it_cannot_start(redis_db: str, broker: Broker) -> None:
@@ -55,9 +55,9 @@ async def test_a_slow_worker_claims_nothing_that_it_cannot_start(redis_db: str, 
 
         async def done() -> bool:
             nonlocal most
-            most = max(most, late.worker._held.unpublished)
+            most = max(most, late.status.held)
             return (await broker.load()).done == 400
 
         await eventually(done)
         assert most <= 12, "four run, and two of these end in a second"
-        assert late.worker._generation.finished < 40 < early.worker._generation.finished
+        assert late.generation.finished < 40 < early.generation.finished

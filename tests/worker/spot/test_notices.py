@@ -97,7 +97,6 @@ def says(body: bytes | str, **more: Any) -> Trouble:
 
 
 async def breaks_off(request: web.Request) -> web.StreamResponse:
-    assert request.transport is not None
     request.transport.abort()
     return web.Response()
 

@@ -12,7 +12,7 @@ from support.engines.manual import all_that_can_happen_now
 from support.pools.pool import eventually, wait_replies, worker
 from support.specimens.messages import SHORT, job
 
-from rolloutmq.messages import Broker, GenerateJob, RolloutResult
+from rolloutmq.messages import Broker, GenerateJob
 from rolloutmq.worker.text import tool_calls, tool_process
 from rolloutmq.worker.text.tool_process import ToolReader
 
@@ -61,7 +61,6 @@ async def test_a_process_that_dies_or_is_not_waited_for_leaves_no_answer_for_the
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     assert await read(reader, "no call") == []
-    assert reader._process is not None
     reader._process.kill()
     assert [valid for *_, valid in await read(reader, ROME)] == [False]
     assert await read(reader, ROME) == [("get_weather", {"city": "Rome"}, True)]
@@ -108,5 +107,4 @@ async def test_results_have_the_calls_and_a_drain_waits_for_them(
         await eventually(lambda: running.worker._outbox.jobs() == {one.id})
     found = [reply.outcome for reply in await wait_replies(broker, 3)]
     for result in found:
-        assert isinstance(result, RolloutResult)
         assert [call.arguments for call in result.tool_calls] == [{"city": "Rome"}]

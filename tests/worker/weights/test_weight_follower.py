@@ -13,7 +13,7 @@ from support.pools.late import publish_and_leave, version_of
 from support.pools.pool import check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, Lease, RolloutResult, SamplingParams
+from rolloutmq.messages import Broker, Lease, SamplingParams
 from rolloutmq.messages.model.weights import UpdateMode, WeightAnnouncement
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -62,19 +62,18 @@ async def test_redis_is_not_waited_for_while_generation_stands_still(
     goes_on = Ledger.goes_on
 
     async def slow(self: Ledger, told: WeightAnnouncement) -> bool:
-        await running.worker._generation.gate.opened()
+        await running.generation.gate.opened()
         return await goes_on(self, told)
 
     engine = ScriptedEngine(tokens_per_s=400)
     patient = publisher(redis_db, mode=mode, join_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S)
     async with worker(redis_db, engine=engine) as running, patient as source:
         await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=200))])
-        await eventually(lambda: running.worker._generation.running)
+        await eventually(lambda: running.generation.running)
         monkeypatch.setattr(Ledger, "goes_on", slow)
         report = await publish(source, 1)
         assert (report.state, report.workers) == ("committed", (running.id,))
         (reply,) = await wait_replies(broker, 1)
-        assert isinstance(reply.outcome, RolloutResult)
         check_scripted(reply.outcome, 3)
 
 
@@ -93,4 +92,4 @@ async def test_whoever_offers_its_version_serves_on_whatever_is_said_to_it(
         async with worker(redis_db) as late:
             await eventually(lambda: version_of(late) == 1)
         assert not first.task.done()
-        assert first.worker._status().state == "serving"
+        assert first.status.state == "serving"

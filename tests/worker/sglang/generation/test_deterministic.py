@@ -286,7 +286,6 @@ def check_result(judge: Judge, prompt: list[int], result: RolloutResult) -> None
     states, same = map(np.concatenate, zip(*legs, strict=True))
     expected = judge.logprobs(prompt, result.token_ids, segments, keep=False)[same]
     rows = np.arange(len(expected))
-    assert result.logprobs is not None
     np.testing.assert_allclose(result.logprobs[same], expected[rows, result.token_ids[same]], atol=TOLERANCE)
     np.testing.assert_allclose(arrays["id_logprobs"][same], expected[:, [4, 100]], atol=TOLERANCE)
     best = np.sort(expected)[:, ::-1][:, :3]

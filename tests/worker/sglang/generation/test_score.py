@@ -15,7 +15,6 @@ from rolloutmq.messages.model.jobs import GenerateJob
 from rolloutmq.messages.model.tasks import ScoreJob
 from rolloutmq.worker.engine.tasks import TaskRequest
 from rolloutmq.worker.jobs.intake import admit
-from rolloutmq.worker.jobs.task import TaskRun
 from rolloutmq.worker.sglang.engine import SGLangEngine
 from rolloutmq.worker.text.tokenizer import NoTokenizer
 
@@ -80,11 +79,9 @@ async def test_a_score_is_a_run_of_its_job_and_refused_where_it_does_not_fit(eng
 
     held = admit(claim(token_ids=PROMPT, continuations=[[1, 2], [3]]), engine.info, NoTokenizer())
     run = held.samples[1]
-    assert isinstance(run, TaskRun)
     asked = run.next_request(7)
     assert (asked.start, asked.token_ids.tolist(), asked.cache_key) == (len(PROMPT), [*PROMPT, 3], "7")
     leg = run.leg
-    assert leg is not None
     output = await engine.perform(asked)
     leg.switch(8, 0)
     run.absorb(leg, output, 0.1)

@@ -167,7 +167,6 @@ async def test_progress_is_a_prefix_of_what_comes_out(engine: SGLangEngine) -> N
     task = asyncio.create_task(engine.generate(wanted))
     await until(lambda: (seen := engine.progress(wanted.request_id)) is not None and seen.token_ids.size >= 100)
     seen = engine.progress(wanted.request_id)
-    assert seen is not None
     output = await task
     assert seen.token_ids.size == seen.logprobs.size < 400
     np.testing.assert_array_equal(seen.token_ids, output.token_ids[: seen.token_ids.size])
@@ -249,14 +248,12 @@ async def test_weights_reach_the_model_and_prefixes_of_older_ones_are_not_found(
     zero = weights | {"lm_head.weight": 0 * weights["lm_head.weight"]}  # each token has probability 1 / vocabulary
     done = await update(engine, line, 12, zero)
     assert (done.prepared.ok, done.prepared.phase) == (True, "staged")
-    assert done.committed is not None
     assert (done.committed.ok, done.committed.phase, done.committed.readback) == (True, "done", True)
     assert done.committed.tensors == len(weights)
     output = await engine.generate(request(prompt, temperature=0, cache_key="12"))
     assert output.cached_tokens == 0
     np.testing.assert_allclose(output.logprobs, -np.log(512), atol=1e-4)
     done = await update(engine, line, 13, weights)
-    assert done.committed is not None
     assert done.committed.ok
     output = await engine.generate(request(prompt, temperature=0, cache_key="13"))
     assert output.cached_tokens == 0
@@ -309,11 +306,9 @@ async def test_a_bit_that_changes_after_the_load_is_found_by_reading_back(
     engine: SGLangEngine, reference: Any, line: Line, weights: dict[str, Any]
 ) -> None:
     done = await update(engine, line, substitute_loader.TAMPERED, weights)
-    assert done.committed is not None
     assert (done.committed.ok, done.committed.phase, done.committed.intact) == (False, "load", False)
     assert "tensor lm_head.weight: the engine holds" in done.committed.error
     done = await update(engine, line, 667, weights)  # and a whole version mends it
-    assert done.committed is not None
     assert done.committed.ok
     assert_greedy(await engine.generate(request(temperature=0, cache_key="667")), reference, 1e-3)
 

@@ -13,7 +13,6 @@ from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.codec import decode, encode
 from rolloutmq.worker.jobs.held import as_result, text_with_calls
 from rolloutmq.worker.jobs.intake import admit
-from rolloutmq.worker.jobs.sample import SampleRun
 from rolloutmq.worker.text.tokenizer import ModelTokenizer
 from rolloutmq.worker.text.tool_calls import calls_in
 
@@ -41,7 +40,6 @@ async def run(engine: RemoteEngine, model: Path, **fields: Any) -> RolloutResult
     tokenizer = ModelTokenizer(str(model))
     held = admit(Claim(job.id, 1, 1, 0.0, None, encode(job)), engine.info, tokenizer)
     sample = held.samples[0]
-    assert isinstance(sample, SampleRun)
     request = sample.next_request(0)
     assert sample.leg is not None
     sample.absorb(sample.leg, await engine.generate(request), 0.1)

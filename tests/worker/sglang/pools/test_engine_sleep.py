@@ -26,7 +26,6 @@ class StandIn:
     def __init__(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spoil: str | None = None
         self._run = pool.engine._run
-        assert self._run is not None
         monkeypatch.setattr(operations, "_check_memory", lambda run, info: None)
         monkeypatch.setattr(self._run.manager, "release_memory_occupation", self._release)
         monkeypatch.setattr(self._run.manager, "resume_memory_occupation", self._resume)
@@ -36,7 +35,6 @@ class StandIn:
 
     async def _resume(self, request: Any) -> None:
         if self.spoil is not None and "weights" in request.tags:
-            assert self._run is not None
             await self._run.channel.operate(0, "load_sharded", path=self.spoil)
 
 
@@ -60,7 +58,7 @@ async def _scenario(pool: Pool, memory: StandIn, tensors: dict[str, Any], folder
     # The model from disk: woken weights are not what they were, and are read again before anything is sampled.
     flying = await pool.fly(LONG)
     assert (await pool.tell(pool.control.sleep()))["asleep"] == ["cuda_graph", "kv_cache", "weights"]
-    assert pool.worker._generation.running == 0
+    assert pool.worker.vitals.generation.running == 0
     woken = await pool.tell(pool.control.wake())
     assert (woken["intact"], woken["stale"], woken["version"]) == (False, False, 0)
     (result,) = await pool.client.wait(flying, 60)
@@ -76,7 +74,7 @@ async def _scenario(pool: Pool, memory: StandIn, tensors: dict[str, Any], folder
     await pool.tell(pool.control.wake(["weights"]))
     report = await asyncio.to_thread(pool.source.publish(2, changed.items()).wait, 60.0)
     assert report.state == "committed", report
-    assert pool.worker._generation.running == 0
+    assert pool.worker.vitals.generation.running == 0
     await pool.tell(pool.control.wake())
     (result,) = await pool.client.wait(flying, 60)
     assert (result.versions, len(result.token_ids)) == ((0, 2), LONG)

@@ -59,7 +59,6 @@ def check(deltas: list[Delta]) -> dict[int, RolloutResult]:
             :-1
         ].tolist()
         result = mine[-1].result
-        assert result is not None
         assert np.concatenate([delta.token_ids for delta in mine]).tolist() == result.token_ids.tolist()
         if result.logprobs is not None:
             assert np.concatenate([delta.logprobs for delta in mine]).tolist() == result.logprobs.tolist()  # type: ignore[misc]

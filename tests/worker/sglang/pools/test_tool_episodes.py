@@ -72,7 +72,6 @@ def check_tokens(episode: Episode, grammar: str, text_model: Path) -> None:
     expected = [tokenizer.encode(text).tolist()]
     for turn in episode.turns:
         said = turn.result
-        assert said.prompt_ids is not None
         assert said.prompt_ids.tolist() == [token for part in expected for token in part]
         expected.append(said.token_ids.tolist())
         assert re.fullmatch(grammar, tokenizer.decode(said.token_ids))
