@@ -73,7 +73,7 @@ def score(asked: Asked) -> int:
 
 
 def follow(asked: Asked) -> NoReturn:
-    follower = Follower(asked.folder, asked.every, asked.settings)
+    follower = Follower(asked.folder, asked.score_every, asked.settings)
     try:
         while True:
             if follower.round():

@@ -22,7 +22,7 @@ _REPORT = frozenset(("allow_unverified", "threshold", "html", "tokenizer"))
 TAKES: dict[str, frozenset[str]] = {
     "tokens": _CHOICE | _WEIGHTS | _REPORT | {"engine", "logprob_limit", "pool", "redis"},
     "score": _CHOICE | _WEIGHTS | _REPORT | _SCORING,
-    "follow": _WEIGHTS | _SCORING | {"journal", "every"},
+    "follow": _WEIGHTS | _SCORING | {"journal", "score_every"},
     "bisect": _CHOICE | _WEIGHTS | _SCORING | {"engine", "by", "each", "ends"},
     "loss": _CHOICE | {"by"},
     "schedule": frozenset(("names", "journal", "since", "until")),
@@ -53,7 +53,7 @@ class Asked:
         None
     )
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many samples.")] = None
-    snapshots: Annotated[Path | None, typer.Option(help="Folder with the recorded versions of the weights.")] = None
+    snapshots: Annotated[str | None, typer.Option(help="Folder with the recorded versions of the weights.")] = None
     weights: Annotated[Path | None, typer.Option(help="A checkpoint to use in place of every version.")] = None
     adapters: Annotated[Path | None, typer.Option(help="Folder with a folder NAME@VERSION of each adapter.")] = None
     model: Annotated[str | None, typer.Option(help="Base model, version 0; default: as the samples say.")] = None
@@ -73,7 +73,7 @@ class Asked:
     ] = 0.05
     dtype: Annotated[str, typer.Option(help="Of the forward pass that scores.")] = "float32"
     device: Annotated[str, typer.Option(help="Where it runs, such as cuda:0.")] = "cpu"
-    every: Annotated[int, typer.Option(min=1, help="follow: score every so many samples that arrive.")] = 1000
+    score_every: Annotated[int, typer.Option(min=1, help="follow: score every so many samples that arrive.")] = 1000
     by: Annotated[
         str, typer.Option(help="bisect: tokens, score, 'NAME<NUMBER' or MODULE:FUNCTION. loss: MODULE:FUNCTION.")
     ] = "tokens"
@@ -105,6 +105,7 @@ class Asked:
 
         names = ("model", "snapshots", "weights", "adapters", "mean_limit", "dtype", "device")
         asked: dict[str, Any] = {name: getattr(self, name) for name in names}
+        asked["snapshots"] = Path(self.snapshots) if self.snapshots is not None else None
         if self.logprob_limit is not None:
             asked |= {"logprob_limit": self.logprob_limit, "score_limit": self.logprob_limit}
         return Settings(engine=parse_extra(self.engine or []), **asked)

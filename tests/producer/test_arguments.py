@@ -14,7 +14,7 @@ from rolloutmq.messages.arguments import checks_arguments
 from rolloutmq.producer import JobHandle
 
 JOB = GenerateJob(token_ids=[1])
-LEFT_TO_METHODS = {"prompt", "sampling", "token_ids", "mode", "format"}
+LEFT_TO_METHODS = {"prompt", "sampling", "token_ids", "mode", "format", "switch"}
 """Arguments that may have several forms, or whose values are words: the methods and the models check them."""
 
 

@@ -103,10 +103,10 @@ def test_closing_ends_the_waits_of_other_threads(redis_db: str) -> None:
     handle = client.submit(tokens(min_version=9))
     calls = [lambda: client.wait(handle), lambda: list(client.results()), lambda: list(client.groups())]
     with ThreadPoolExecutor(3) as threads:
-        waits = [threads.submit(call) for call in calls]
+        ending = [threads.submit(call) for call in calls]
         asyncio.run(eventually(lambda: waits(client) == 3))
         client.close()
-        for one in waits:
+        for one in ending:
             with pytest.raises(RolloutMQError, match="is closed"):
                 one.result(10)
 

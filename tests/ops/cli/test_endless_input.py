@@ -17,7 +17,7 @@ from rolloutmq.ops.cli.main import app
 READERS = {
     "submit": ("submit", "--out", "o"),
     "embed": ("embed", "--out", "o.npy"),
-    "reward": ("reward",),
+    "score": ("score", "--file"),
     "decode": ("decode", "--json", "--model", ".", "--file"),
 }
 ANSWER = '{"token_ids": [1]}\n'
