@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
+from support.pools.clients import waits
 from support.pools.pool import eventually, short_retries
 from support.specimens.messages import SHORT, tokens
 
