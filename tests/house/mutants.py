@@ -15,6 +15,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from multiprocessing import connection, get_context
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -38,9 +39,11 @@ def put_in(file: Path, text: str, becomes: str) -> None:
         return
     pairs = zip(codes(compile(original, file, "exec")), codes(compile(changed, file, "exec")), strict=True)
     new = {(old.co_qualname, old.co_firstlineno): code for old, code in pairs}
-    for one in gc.get_objects():
-        if type(one) is FunctionType and one.__code__.co_filename.endswith(f"/rolloutmq/{file.relative_to(ROOT)}"):
-            one.__code__ = new[one.__code__.co_qualname, one.__code__.co_firstlineno]
+    place = cache(os.path.realpath)  # the package may have been imported through a link
+    found = [it for it in gc.get_objects() if type(it) is FunctionType and place(it.__code__.co_filename) == str(file)]
+    assert found, f"no function of {file} has been imported"
+    for one in found:
+        one.__code__ = new[one.__code__.co_qualname, one.__code__.co_firstlineno]
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
