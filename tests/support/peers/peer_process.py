@@ -20,6 +20,7 @@ import ctypes
 import dataclasses
 import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from threading import Event
@@ -115,7 +116,8 @@ class Fault:
             offer, honest = args[0], args[0]._bucket
             offer._bucket = lambda index: flipped(honest(index))
         elif self.how != "flip":
-            os.kill(os.getpid(), signal.Signals[self.how])
+            # To this thread: a signal to the process stops another one first, and this one goes on for a moment.
+            signal.pthread_kill(threading.get_ident(), signal.Signals[self.how])
         elif at == "arrived":
             arrival, bucket = args
             flip(next(view for spec, view in arrival.views if spec.bucket == bucket and spec.nbytes))
