@@ -20,14 +20,14 @@ from rolloutmq.messages.redis.connection import connect, ping
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
-COMMANDS = 20_000
+COMMANDS = 8_000
 SLOW_TO_LOAD = {"key-load-delay": "100"}
 """Microseconds per command in the file. A loading server answers after each thousand."""
 
 
 @pytest.fixture
 def lasting() -> Iterator[EmbeddedRedis]:
-    """A server that keeps an append-only file and takes two seconds to load it."""
+    """A server that keeps an append-only file and takes a second to load it, a fifth of what a call waits for."""
     with EmbeddedRedis(appendonly=True, config=SLOW_TO_LOAD) as server:
         with plain(server) as client:
             pipe = client.pipeline(transaction=False)
