@@ -275,9 +275,7 @@ class WeightSync:
         adapter = await asyncio.to_thread(read_adapter, Path(path), name, version)
         config: Any = adapter.config
         handle = await asyncio.to_thread(publisher.publish_adapter, name, version, adapter.tensors, config)
-        report = await asyncio.to_thread(handle.wait)
-        if report.state != "committed":
-            raise WeightSyncError(f"adapter {name} is loaded by nobody: {_reasons(report.failures) or report.state}")
+        await asyncio.to_thread(handle.committed)
         self.adapters.add(name)
         return OK
 

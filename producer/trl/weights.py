@@ -100,7 +100,7 @@ class PoolWeightTransfer:
         self.version, self._last = version, handle
         if not self.first_version:
             self.first_version = version
-            self._wait(handle)
+            handle.committed(COMMIT_S)
 
     def destroy(self) -> None:
         """Finish what was sent and disconnect. `init_weight_transfer` connects again."""
@@ -123,15 +123,10 @@ class PoolWeightTransfer:
             raise InvalidField("adapter", name, "None, unless the trainer has a peft_config")
         active = model.active_adapters[0]
         if not self.first_version:  # before training the adapter is zero, and after a restart it is not merged here
-            self._wait(publisher.publish(publisher.last_version + 1, base_weights(model)))
+            publisher.publish(publisher.last_version + 1, base_weights(model)).committed(COMMIT_S)
         version = max(publisher.last_adapter_version(name), self.above) + 1
         tensors = get_peft_model_state_dict(model, adapter_name=active)
         return version, publisher.publish_adapter(name, version, tensors, model.peft_config[active].to_dict())
-
-    def _wait(self, handle: PublishHandle) -> None:
-        report = handle.wait(COMMIT_S)
-        if report.state != "committed":
-            raise WeightSyncError(f"version {report.version} was not taken ({report.state}): {report.failures}")
 
     def _look_at_last(self) -> None:
         """Raises WeightSyncError for what became of the version before, if it is known and serious."""

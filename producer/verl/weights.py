@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import torch
 
-from ...messages.errors import WeightSyncError
 from ...sync.publish import WeightPublisher
 from .settings import PoolSettings
 
@@ -50,9 +49,7 @@ class PoolWeights:
             version, weights
         )  # here, not in a thread: the gathers belong to this thread's device
         await self._tell(version, global_steps)
-        report = await asyncio.to_thread(handle.wait, self._settings.commit_timeout_s)
-        if report.state != "committed":
-            raise WeightSyncError(f"version {version} was not taken ({report.state}): {report.failures}")
+        report = await asyncio.to_thread(handle.committed, self._settings.commit_timeout_s)
         return {"rolloutmq/version": float(version), "rolloutmq/workers": float(len(report.workers))}
 
     def close(self) -> None:

@@ -122,6 +122,15 @@ class PublishHandle:
         except TimeoutError:
             raise WaitTimeout(f"version {self.version} is still on its way after {timeout} s") from None
 
+    def committed(self, timeout: float | None = None) -> PublishReport:
+        """Wait like `wait`, for a version that has to be served. Raises WeightSyncError unless it was committed."""
+        report = self.wait(timeout)
+        if report.state != "committed":
+            name = f"version {report.version}" + (f" of adapter {report.adapter}" if report.adapter else "")
+            said = [f"{worker}: {why}" for worker, why in sorted(report.failures.items())]
+            raise WeightSyncError(f"{name} is served by nobody ({report.state}): {'; '.join(said)}")
+        return report
+
     def _committed(self, report: PublishReport) -> None:
         if not self._first.done():
             self._first.set_result(report)
