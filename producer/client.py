@@ -112,7 +112,7 @@ class RolloutClient:
     @property
     def repeats(self) -> int:
         """Outcomes that came again and that this client kept to itself: 0 unless a failover lost acknowledgements."""
-        return self._core.inboxes.repeats
+        return self._core.inbox.repeats
 
     async def open(self) -> Self:
         """Connect. Raises RedisUnavailable. `async with` does it too, and so does the first call that needs it."""
@@ -194,7 +194,7 @@ class RolloutClient:
     @property
     def outstanding(self) -> int:
         """Jobs not fully handed out yet."""
-        return self._core.inbox.jobs
+        return self._core.inbox.outstanding
 
     def results(self, timeout: float | None = None) -> AsyncIterator[Outcome]:
         """Outcomes as they arrive, until nothing is outstanding. Raises WaitTimeout if none comes for `timeout` s.

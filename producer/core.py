@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from ..messages import tracing
 from ..messages.arguments import each_is
-from ..messages.broker import Caps, Frames, Reply, broker_of
+from ..messages.broker import Broker, Caps, Frames, Reply, broker_of
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
 from ..messages.ids import check_client_id
 from ..messages.journal import Journal
@@ -29,13 +29,12 @@ from .inbox import (
     Handle,
     HandOut,
     Inbox,
-    Inboxes,
     JobHandle,
     LeftLoops,
+    ReplyReader,
     as_failure,
     as_group,
     own_context,
-    reader_of,
     under_way,
 )
 
@@ -72,16 +71,15 @@ class ClientCore:
         self.max_outstanding = max_outstanding
         url = redis_url or default_url()
         self._redis = connect(url, pool=pool)
-        self.blocking = self._redis.reader(BLOCKING_READS)
         self.broker = broker_of(self._redis, pool, caps)
+        blocking = self._redis.reader(BLOCKING_READS)
+        # For each shard what it is asked by, and the connections on which reads of it wait.
+        self.shards = list(zip(self.broker.parts, getattr(blocking, "shards", ()) or (blocking,), strict=True))
         self.features = FeatureCheck(self.broker)
         self.inbox = Inbox()
-        self.inboxes = Inboxes(self.inbox)
         self._owns_journal = isinstance(journal, str | Path)
         self.journal = Journal(journal) if isinstance(journal, str | Path) else journal
-        self.reader = reader_of(
-            self.broker, self.blocking, self.client_id, self.inboxes, before_ack, journal=self.journal
-        )
+        self.reader = ReplyReader(self.shards, self.client_id, self.inbox, before_ack=before_ack, journal=self.journal)
         self.inbox.freed = self.reader.wake
         self.waits = Waits(self.broker)
         self.left_loops = LeftLoops()
@@ -174,39 +172,29 @@ class ClientCore:
                 self.inbox.end(job_id, state)
         self._forget(ended.keys() - ahead)
 
-    async def _send(self, jobs: Sequence[GenerateJob]) -> list[str]:
-        """Track and enqueue jobs; returns the state of each. Jobs that were not accepted are not tracked."""
+    async def _send(self, jobs: Sequence[GenerateJob]) -> Sent:
+        """Track and enqueue jobs. Those that were not accepted are not tracked."""
         self.reader.check_open()
         # Tracked before they are sent: the first result may arrive before the reply to the submission.
         fresh = {job.id for job in jobs if self.inbox.submit(job)}
         self.reader.expect(jobs)
         # The pool may have forgotten a job that ended, and would run it again.
         states = [it.state if (it := self.inbox.tracked(job.id)) and it.ended else "" for job in jobs]
-        places = [place for place, state in enumerate(states) if not state]
-        sent = [jobs[place] for place in places]
+        sent = [job for job, state in zip(jobs, states, strict=True) if not state]
         frames: Frames | None = None if self.journal is None else []
-        accepted, beyond = 0, set[str]()
+        answers: list[str] = []
         try:
-            for place, state in zip(places, await self.broker.enqueue(sent, frames=frames), strict=True):
-                states[place] = state
-            accepted = len(places)
-            self.inboxes.accepted(job.id for job in sent)
-        except PoolBusy as busy:
-            beyond = {sent[place].id for place in busy.beyond}
-            busy.beyond = frozenset(places[place] for place in busy.beyond)
-            accepted, busy.accepted = busy.accepted, places[busy.accepted]  # counted over the caller's list
-            for place, state in zip(places, busy.states, strict=False):
-                states[place] = state
-            busy.states = states[: busy.accepted]
-            self.inboxes.accepted(beyond | {job.id for job in jobs[: busy.accepted]})
-            raise
+            answers, busy = await enqueued(self.broker, sent, frames)
         finally:
+            accepted = [place for place, state in enumerate(answers) if state]
             if self.journal is not None and frames is not None:
-                into = [place for place, job in enumerate(sent) if place < accepted or job.id in beyond]
-                self.journal.jobs([sent[place] for place in into], [frames[place] for place in into])
-            if accepted < len(places):
-                self._forget(fresh - beyond - {jobs[place].id for place in places[:accepted]})
-        return states
+                self.journal.jobs([sent[place] for place in accepted], [frames[place] for place in accepted])
+            into = {sent[place].id for place in accepted}
+            self.inbox.accepted(into)
+            if fresh - into:
+                self._forget(fresh - into)
+        new = iter(answers)
+        return [state or next(new) for state in states], busy
 
     def _forget(self, job_ids: Iterable[str]) -> None:
         """Expect nothing of these, except of those with an outcome: they were accepted after all."""
@@ -248,7 +236,7 @@ class ClientCore:
     async def ending(self, job: Handle, timeout: float | None = None) -> Group:
         """See RolloutClient.ending."""
         began = time.monotonic()
-        await self.until(lambda: (it := self.inbox.tracked(job.job_id)) is None or it.ended, timeout)
+        await self.until(lambda: self.inbox.is_over(job.job_id), timeout)
         if self.inbox.tracked(job.job_id) is None:
             raise nothing_left(job)
         replies = self.inbox.take_job(job.job_id)
@@ -328,8 +316,20 @@ def nothing_left(job: Handle) -> RolloutMQError:
 J = TypeVar("J")
 
 
+Sent = tuple[list[str], PoolBusy | None]
+"""The state of each job, "" for one that was not accepted; and the error of a full pool."""
+
+
+async def enqueued(broker: Broker, jobs: Sequence[Any], frames: Frames | None = None) -> Sent:
+    """What `Broker.enqueue` answers, or raises."""
+    try:
+        return await broker.enqueue(jobs, frames=frames), None
+    except PoolBusy as busy:
+        return [*busy.states, *("q" if place in busy.beyond else "" for place in range(busy.accepted, len(jobs)))], busy
+
+
 async def send_all(
-    send: Callable[[Sequence[J]], Awaitable[list[str]]], jobs: Sequence[J], timeout: float | None
+    send: Callable[[Sequence[J]], Awaitable[Sent]], jobs: Sequence[J], timeout: float | None
 ) -> list[str]:
     """`send` jobs, and those that a full pool did not accept again, until all are in; returns the state of each.
 
@@ -340,27 +340,24 @@ async def send_all(
 
 
 async def _send_all(
-    send: Callable[[Sequence[J]], Awaitable[list[str]]], jobs: Sequence[J], timeout: float | None
+    send: Callable[[Sequence[J]], Awaitable[Sent]], jobs: Sequence[J], timeout: float | None
 ) -> list[str]:
     began, said = time.monotonic(), False
     deadline = None if timeout is None else began + timeout
     left, pause = list(range(len(jobs))), 0.02  # places of the jobs that are not in
     states: dict[int, str] = {}
     while True:
-        try:
-            states.update(zip(left, await send([jobs[place] for place in left]), strict=True))
+        answers, busy = await send([jobs[place] for place in left])
+        # What is in is not sent again: once it has been taken, the pool may forget it, and would run it again.
+        states.update((place, state) for place, state in zip(left, answers, strict=True) if state)
+        if busy is None:
             return [states[place] for place in range(len(jobs))]
-        except PoolBusy as busy:
-            states.update(zip(left, busy.states, strict=False))
-            # Not sent again: once they have been taken, the pool may forget them, and would run them again.
-            states.update((left[place], "q") for place in busy.beyond)
-            left = [place for place in left if place not in states]
-            if deadline is not None and time.monotonic() + pause >= deadline:
-                busy.accepted, busy.states = left[0], [states[place] for place in range(left[0])]
-                busy.beyond = frozenset(place for place in states if place > left[0])
-                raise
-            if not said and time.monotonic() - began >= FIRST_S:
-                said = True
-                log.warning("%d jobs wait for room: %s: %s", len(left), FULL[busy.reason], busy)
+        left = [place for place in left if place not in states]
+        if deadline is not None and time.monotonic() + pause >= deadline:
+            first = [states[place] for place in range(left[0])]
+            raise PoolBusy(str(busy), first, busy.reason, frozenset(place for place in states if place > left[0]))
+        if not said and time.monotonic() - began >= FIRST_S:
+            said = True
+            log.warning("%d jobs wait for room: %s: %s", len(left), FULL[busy.reason], busy)
         await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # submitters that wait do not come back in step
         pause = min(0.5, pause * 2)

@@ -14,7 +14,7 @@ from ...messages.broker import Reply
 from ...messages.errors import InvalidField, PoolBusy, WaitTimeout
 from ...messages.model import MAX_TOKENS, ChatMessage, GenerateJob
 from ..core import ClientCore
-from ..inbox import Group, Inbox, as_group
+from ..inbox import Group, as_group
 
 WINDOW = 4096
 """Most jobs that are submitted and not complete."""
@@ -73,7 +73,7 @@ async def generate(core: ClientCore, jobs: Sequence[GenerateJob], timeout: float
             left = None if timeout is None else max(0.0, came + timeout - time.monotonic())
             pause = left if busy is None else RETRY_S if left is None else min(left, RETRY_S)
             try:
-                await core.until(lambda: bool(under_way) and _ended(inbox, under_way[0].id), pause)
+                await core.until(lambda: bool(under_way) and inbox.is_over(under_way[0].id), pause)
             except WaitTimeout:
                 if busy is None or pause == left:
                     raise
@@ -91,10 +91,6 @@ async def generate(core: ClientCore, jobs: Sequence[GenerateJob], timeout: float
         raise
     core.hand_over(taken)
     return groups
-
-
-def _ended(inbox: Inbox, job_id: str) -> bool:
-    return (tracked := inbox.tracked(job_id)) is None or tracked.ended
 
 
 async def _submit(

@@ -51,7 +51,7 @@ class Streams:
 
     def __init__(self, core: ClientCore) -> None:
         self._core = core
-        self._news = News(core.broker, core.blocking, core.client_id, core.reader.wake)
+        self._news = News(core.shards, core.client_id, core.reader.wake)
 
     async def close(self) -> None:
         """Stop listening; who still iterates gets a RolloutMQError when the client is closed."""
@@ -75,7 +75,7 @@ class Streams:
         while True:
             # What is left of the time since something came: News has us look every second even if there is nothing.
             left = None if timeout is None else max(0.0, came + timeout - time.monotonic())
-            await core.until(lambda: news.fresh(job_id) or inbox.has_of(job_id), left)
+            await core.until(lambda: news.fresh(job_id) or job_id in inbox.stirred, left)
             if (tracked := inbox.tracked(job_id)) is None:
                 raise nothing_left(job)
             if news.fresh(job_id):
@@ -194,7 +194,7 @@ class Watched:
         text = whole.text or ""
         return (
             np.array_equal(np.concatenate(self._ids)[:both], whole.token_ids[:both])
-            and np.array_equal(np.concatenate(self._versions)[:both], _versions(whole)[:both])
+            and np.array_equal(np.concatenate(self._versions)[:both], versions_of(whole.segments)[:both])
             and (text.startswith(self._text) or (both < self._tokens and self._text.startswith(text)))
         )
 
@@ -206,7 +206,7 @@ class Watched:
     def _show(self, new: Delta, restarted: bool = False, result: RolloutResult | None = None) -> Delta:
         start = self._tokens
         self._ids.append(new.token_ids)
-        self._versions.append(_versions(new))
+        self._versions.append(versions_of(new.segments))
         self._text += new.text or ""
         self._tokens += len(new.token_ids)
         return replace(new, start=start, restarted=restarted, result=result)
@@ -229,9 +229,9 @@ class Watched:
         return Delta(self._job_id, self._sample, 0, *tokens)
 
 
-def _versions(delta: Delta) -> npt.NDArray[np.int64]:
+def versions_of(segments: Sequence[Segment]) -> npt.NDArray[np.int64]:
     """(t,): of each token."""
-    return np.repeat([v for v, _ in delta.segments], [n for _, n in delta.segments]).astype(np.int64)
+    return np.repeat([v for v, _ in segments], [n for _, n in segments]).astype(np.int64)
 
 
 def _after(whole: Delta, tokens: int, chars: int) -> Delta:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -25,8 +26,7 @@ from ...messages.model import (
     TaskJob,
     TaskResult,
 )
-from ..core import ClientCore, send_all
-from ..inbox import Inbox
+from ..core import ClientCore, enqueued, send_all
 
 R = TypeVar("R", bound=TaskResult)
 INPUTS_PER_JOB = 64
@@ -129,7 +129,7 @@ async def run_tasks(core: ClientCore, jobs: Sequence[TaskJob], kind: type[R], ti
     await core.open()
     await core.features.check(mine)
     for job in mine:  # the first result may arrive before the reply to the submission
-        core.inboxes.expect(job.id, job.group, job.n, job.deadline_s)
+        core.inbox.expect(job.id, job.n, job.deadline_s)
     core.reader.expect(mine)
     # No TaskGroup: until Python 3.13 it drops a cancellation that comes as one of its tasks fails.
     sending = asyncio.create_task(_send(core, mine, deadline))
@@ -147,12 +147,13 @@ async def run_tasks(core: ClientCore, jobs: Sequence[TaskJob], kind: type[R], ti
 async def _take(
     core: ClientCore, job: TaskJob, kind: type[R], deadline: float | None, sending: asyncio.Task[None]
 ) -> list[R]:
-    inbox = core.inboxes.tasks
+    inbox = core.inbox
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
-    await core.until(lambda: _has_ended(inbox, job) or _failed(sending), left)
+    await core.until(lambda: inbox.is_over(job.id) or _failed(sending), left)
     if _failed(sending):
         await sending
     replies = inbox.take_job(job.id)
+    inbox.release(job.id)
     # Not by `hand_over`, which gives them back if the caller gets nothing: nobody else can take results of a task, and
     # the call's next jobs may wait for the room that these ones have in the pool.
     core.reader.ack(replies)
@@ -165,10 +166,6 @@ async def _take(
     return results
 
 
-def _has_ended(inbox: Inbox, job: TaskJob) -> bool:
-    return (tracked := inbox.tracked(job.id)) is not None and tracked.ended
-
-
 def _failed(sending: asyncio.Task[None]) -> bool:
     return sending.done() and (sending.cancelled() or sending.exception() is not None)
 
@@ -176,8 +173,8 @@ def _failed(sending: asyncio.Task[None]) -> bool:
 async def _send(core: ClientCore, jobs: list[TaskJob], deadline: float | None) -> None:
     left = None if deadline is None else deadline - time.monotonic()
     try:
-        await send_all(core.broker.enqueue, jobs, left)
-        core.inboxes.accepted(job.id for job in jobs)
+        await send_all(partial(enqueued, core.broker), jobs, left)
+        core.inbox.accepted(job.id for job in jobs)
     except PoolBusy as busy:
         raise WaitTimeout(
             f"{len(jobs) - busy.accepted - len(busy.beyond)} of {len(jobs)} jobs were not accepted: {busy}"
@@ -186,9 +183,10 @@ async def _send(core: ClientCore, jobs: list[TaskJob], deadline: float | None) -
 
 async def _abandon(core: ClientCore, jobs: Sequence[TaskJob], sending: asyncio.Task[None]) -> None:
     """Cancel these, and drop what comes of them. The caller's cancellation does not stop this."""
-    left = [job.id for job in jobs if core.inboxes.tasks.tracked(job.id) is not None]
+    left = [job.id for job in jobs if core.inbox.tracked(job.id) is not None]
     for job_id in left:
-        core.reader.ack(core.inboxes.abandon(job_id))
+        core.reader.ack(core.inbox.abandon(job_id))
+        core.inbox.release(job_id)
     await core.finish(_cancel(core, left, sending))
 
 

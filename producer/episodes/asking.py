@@ -11,7 +11,7 @@ from ...messages.codec import encode
 from ...messages.errors import JobFailed
 from ...messages.model import GenerateJob, JobFailure, RolloutResult
 from ..core import ClientCore
-from ..inbox import OPEN_STATES, Inbox, as_failure
+from ..inbox import OPEN_STATES, as_failure
 
 ASKED = 16
 """How often an answer is asked for, under new ids, where an earlier process took its outcome or cancelled it."""
@@ -32,7 +32,7 @@ async def ask(core: ClientCore, place: str, fields: dict[str, Any], held: list[R
         core.inbox.reserve(job_id)
         try:
             [handle] = await core.submit_many([asked], None)
-            await core.until(partial(_has_ended, core.inbox, job_id), None)
+            await core.until(partial(core.inbox.is_over, job_id), None)
         except BaseException:
             core.inbox.submit(asked)  # its submission may be what was cut off, and its outcome on the way
             await core.give_up([job_id])
@@ -51,7 +51,3 @@ async def ask(core: ClientCore, place: str, fields: dict[str, Any], held: list[R
         if handle.state in OPEN_STATES or (replies and failure.outcome != "cancelled"):
             break
     raise JobFailed(failure)
-
-
-def _has_ended(inbox: Inbox, job_id: str) -> bool:
-    return (tracked := inbox.tracked(job_id)) is None or tracked.ended

@@ -3,13 +3,13 @@
 from .features import FeatureCheck
 from .handover import Crossing, HandOut, LeftLoops, calling_code, own_context, under_way
 from .inbox import Inbox
-from .inboxes import Inboxes
 from .news import News
 from .outcomes import OPEN_STATES, Group, Handle, JobHandle, Outcome, as_failure, as_group
-from .reader import ReplyReader
-from .sharded_reader import reader_of
+from .replies import ReplyReader
+from .tracked import FAILURE
 
 __all__ = [
+    "FAILURE",
     "OPEN_STATES",
     "Crossing",
     "FeatureCheck",
@@ -17,7 +17,6 @@ __all__ = [
     "HandOut",
     "Handle",
     "Inbox",
-    "Inboxes",
     "JobHandle",
     "LeftLoops",
     "News",
@@ -27,6 +26,5 @@ __all__ = [
     "as_group",
     "calling_code",
     "own_context",
-    "reader_of",
     "under_way",
 ]

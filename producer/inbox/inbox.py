@@ -5,64 +5,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ...messages.broker import Reply
 from ...messages.errors import InvalidField, RolloutMQError
-from ...messages.model import GenerateJob, JobFailure, Metadata, TaskResult, TokenIds
+from ...messages.model import GenerateJob, JobFailure, TaskResult
+from .tracked import FAILURE, Tracked, place_of
 
-FAILURE = -1
-"""Stands for a job's failure where others have the number of a sample."""
 MEMORY = 1 << 17
 """How many delivered jobs are remembered: after a failover their outcomes may come again."""
-
-
-@dataclass(slots=True)
-class Tracked:
-    """A job that is not fully delivered. `arrived`: the samples (or FAILURE) seen; `taken` of them were handed out.
-
-    ended: its last outcome has arrived; an earlier client of the same id may have taken others.
-    state: "r" until then, afterwards how it ended. guessed: its n is not known, and perhaps not its group.
-    accepted: Redis has said that it has the job. If it does not know it later, it has lost it.
-    job: as it was submitted, if that is known; its outcomes are told their prompt and metadata.
-    due: its deadline by time.monotonic(), if it has one. Of a job of an earlier client, the latest that it can be.
-    """
-
-    job_id: str
-    group_id: str
-    n: int
-    arrived: set[int] = field(default_factory=set)
-    taken: int = 0
-    ended: bool = False
-    state: str = "r"
-    guessed: bool = False
-    accepted: bool = False
-    job: _Kept | None = None
-    due: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What is kept of a job until its outcomes have been handed out; its text and media are not."""
-
-    prompt_ids: TokenIds | None
-    metadata: Metadata
-
-    def of(self, job: GenerateJob) -> bool:
-        """Whether this is what is kept of the job."""
-        mine, its = self.prompt_ids, job.token_ids
-        same = mine is its or (mine is not None and its is not None and np.array_equal(mine, its))
-        return same and self.metadata == job.metadata
 
 
 class Inbox:
     """Outcomes that have arrived and not been taken, and the jobs they belong to. Each is handed out exactly once.
 
     A reserved job belongs to one call: only `take_job` gives its outcomes. Other jobs are free: whoever asks first gets
-    what comes of them. freed(): called when what a loop over free jobs waits for may have changed, other than by `put`.
+    what comes of them. A task (an embedding, a score, a reward) is worth nothing without the call that waits for it: it
+    is reserved from the beginning, and what comes of an earlier client's is dropped.
+    freed(): called when what a loop over free jobs waits for may have changed, other than by `put`.
     """
 
     def __init__(self) -> None:
@@ -74,9 +34,12 @@ class Inbox:
         self._full_groups: OrderedDict[str, None] = OrderedDict()
         self._past: OrderedDict[str, bool] = OrderedDict()  # delivered or abandoned jobs; whether they were delivered
         self._aside: dict[str, dict[int, Reply]] = {}  # of reserved jobs
+        self.stirred: set[str] = set()
+        """Reserved jobs of which outcomes are here, or nothing more is to come."""
         self._reserved = 0  # jobs that are reserved and not fully delivered
+        self._tasks = 0  # jobs that are tasks and not fully delivered
         self.samples = 0
-        """Samples of all jobs that are not fully delivered."""
+        """Samples of all jobs that are not fully delivered; those of tasks do not count."""
         self.repeats = 0
         """Outcomes that came again."""
 
@@ -87,6 +50,11 @@ class Inbox:
     def jobs(self) -> int:
         """Jobs not fully delivered yet."""
         return len(self._jobs)
+
+    @property
+    def outstanding(self) -> int:
+        """Jobs not fully delivered yet that are no tasks."""
+        return len(self._jobs) - self._tasks
 
     @property
     def free(self) -> int:
@@ -106,9 +74,9 @@ class Inbox:
     def tracked(self, job_id: str) -> Tracked | None:
         return self._jobs.get(job_id)
 
-    def knows(self, job_id: str) -> bool:
-        """Whether a job is expected, or was delivered or abandoned not long ago."""
-        return job_id in self._jobs or job_id in self._past
+    def is_over(self, job_id: str) -> bool:
+        """Whether nothing more of a job is to come."""
+        return (tracked := self._jobs.get(job_id)) is None or tracked.ended
 
     def group_jobs(self, group_id: str) -> list[str]:
         """Jobs of a group, in the order they were submitted."""
@@ -131,6 +99,7 @@ class Inbox:
         here = [key for it in tracked.arrived if (key := (job_id, it)) in self._waiting] if tracked else []
         self._aside[job_id] = {key[1]: self._waiting.pop(key) for key in here}
         self._reserved += tracked is not None
+        self._stir(job_id)
 
     def release(self, job_id: str) -> None:
         """Whoever asks first gets what is here of a reserved job, and what comes."""
@@ -140,6 +109,7 @@ class Inbox:
         for sample, reply in aside.items():
             self._waiting[(job_id, sample)] = reply
         self._reserved -= job_id in self._jobs
+        self.stirred.discard(job_id)
         self.freed()
 
     def abandon(self, job_id: str) -> list[Reply]:
@@ -149,10 +119,13 @@ class Inbox:
         self._remember(job_id, False)
         return replies
 
-    def has_of(self, job_id: str) -> bool:
-        """Whether outcomes of a reserved job are here, or nothing more is to come."""
-        tracked = self._jobs.get(job_id)
-        return tracked is None or tracked.ended or bool(self._aside[job_id])
+    def _stir(self, job_id: str) -> None:
+        if (aside := self._aside.get(job_id)) is None:
+            return
+        if aside or self.is_over(job_id):
+            self.stirred.add(job_id)
+        else:
+            self.stirred.discard(job_id)
 
     # --- in --------------------------------------------------------------------------------------------------------
 
@@ -165,14 +138,26 @@ class Inbox:
     def check(self, job: GenerateJob) -> None:
         """Raises InvalidField for the id of another job that is expected, or whose outcomes wait to be taken."""
         known = self._jobs.get(job.id)
-        if known is None or known.guessed:
-            return
-        kept = known.job
-        if (known.n, known.group_id) != (job.n, job.group) or (kept is not None and not kept.of(job)):
+        if known is not None and not known.guessed and not known.may_be(job):
             raise InvalidField("id", job.id, "not the id of another job of this client: another job needs another id")
 
+    def expect(self, task_id: str, n: int, deadline_s: float | None = None) -> None:
+        """Expect the outcomes of a task, `deadline_s` seconds from now at the latest, and reserve them."""
+        self.track(task_id, task_id, n, deadline_s)
+        self._jobs[task_id].task = True
+        self._tasks += 1
+        self.samples -= n
+        self.reserve(task_id)
+
+    def accepted(self, job_ids: Iterable[str]) -> None:
+        """Redis has these jobs."""
+        for job_id in job_ids:
+            if (tracked := self._jobs.get(job_id)) is not None:
+                tracked.accepted = True
+
     def _keep(self, job: GenerateJob) -> None:
-        self._jobs[job.id].job = _Kept(job.token_ids, job.metadata)
+        tracked = self._jobs[job.id]
+        tracked.prompt_ids, tracked.metadata = job.token_ids, job.metadata
 
     def due(self) -> float | None:
         """When the first deadline of a job that has not ended is over, by time.monotonic(); None without any."""
@@ -198,19 +183,22 @@ class Inbox:
     def _add(self, tracked: Tracked) -> None:
         self._jobs[tracked.job_id] = tracked
         self._reserved += tracked.job_id in self._aside
+        self._stir(tracked.job_id)
 
     def untrack(self, job_id: str) -> None:
         """Expect nothing (more) of a job."""
         tracked = self._jobs.pop(job_id, None)
         if tracked is None:
             return
-        self.samples -= tracked.n
+        self._tasks -= tracked.task
+        self.samples -= 0 if tracked.task else tracked.n
         self._leave_group(tracked)
         for key in [(job_id, sample) for sample in tracked.arrived]:
             self._waiting.pop(key, None)
         if job_id in self._aside:
             self._aside[job_id].clear()
             self._reserved -= 1
+            self._stir(job_id)
         if not self.free or self._full_groups:
             self.freed()
 
@@ -223,6 +211,11 @@ class Inbox:
         tracked = self._jobs.get(outcome.job_id)
         if tracked is None and outcome.job_id in self._past:
             self.repeats += self._past[outcome.job_id]
+            return False
+        if isinstance(outcome, TaskResult) and not (tracked is not None and tracked.task):
+            self.untrack(outcome.job_id)
+            if reply.last:
+                self._remember(outcome.job_id, False)
             return False
         if tracked is None or tracked.guessed:
             if not isinstance(outcome, JobFailure):
@@ -242,6 +235,7 @@ class Inbox:
             self._ended(tracked, outcome.outcome if isinstance(outcome, JobFailure) else "done")
             if not fresh:
                 self._delivered(outcome.job_id, 0)
+        self._stir(outcome.job_id)
         return fresh
 
     def recover(self, open_jobs: Mapping[str, str], known: Mapping[str, GenerateJob]) -> None:
@@ -251,8 +245,10 @@ class Inbox:
         """
         for job_id in [job_id for job_id in self._jobs if job_id not in open_jobs]:
             self.end(job_id)
-        for job_id in sorted(open_jobs.keys() - self._jobs.keys()):
+        # A task that has ended since `open_jobs` was asked for is past.
+        for job_id in sorted(open_jobs.keys() - self._jobs.keys() - self._past.keys()):
             self._guess(job_id, open_jobs[job_id])
+        self.accepted(open_jobs)
         for job_id, job in known.items():
             if job_id in self._jobs:
                 self._keep(job)
@@ -268,6 +264,7 @@ class Inbox:
         if tracked is not None and tracked.arrived and not tracked.ended:
             self._ended(tracked, state)
             self._delivered(job_id, 0)
+            self._stir(job_id)
 
     def _ended(self, tracked: Tracked, state: str) -> None:
         tracked.ended, tracked.state = True, state
@@ -314,6 +311,7 @@ class Inbox:
         here = [sample for sample in order if (job_id, sample) in self._waiting or sample in aside][:most]
         found = [aside.pop(it) if it in aside else self._waiting.pop((job_id, it)) for it in here]
         self._hand_out(job_id, found)
+        self._stir(job_id)
         return found
 
     def full_group(self) -> str | None:
@@ -327,10 +325,10 @@ class Inbox:
         return [reply for job_id in self.group_jobs(group_id) for reply in self.take_job(job_id)]
 
     def _hand_out(self, job_id: str, replies: list[Reply]) -> None:
-        if (job := self._jobs[job_id].job) is not None:
+        if (metadata := (tracked := self._jobs[job_id]).metadata) is not None:
             for reply in replies:
                 if not isinstance(reply.outcome, TaskResult):
-                    reply.outcome.learn(job.prompt_ids, job.metadata)
+                    reply.outcome.learn(tracked.prompt_ids, metadata)
         self._delivered(job_id, len(replies))
 
     def _delivered(self, job_id: str, count: int) -> None:
@@ -359,6 +357,7 @@ class Inbox:
             tracked.arrived.add(sample)
             if (aside := self._aside.get(job_id)) is not None:
                 aside[sample] = reply
+                self._stir(job_id)
             else:
                 self._waiting[(job_id, sample)] = reply
                 self._waiting.move_to_end((job_id, sample), last=False)
@@ -376,9 +375,3 @@ class Inbox:
         self.samples += n
         self._join_group(tracked)
         return tracked
-
-
-def place_of(reply: Reply) -> tuple[str, int]:
-    """Its job and sample, or FAILURE: replies with the same ones are the same outcome."""
-    outcome = reply.outcome
-    return outcome.job_id, FAILURE if isinstance(outcome, JobFailure) else outcome.sample

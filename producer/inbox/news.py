@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -24,10 +24,8 @@ class News:
     and when nothing was heard for a second.
     """
 
-    def __init__(self, broker: Broker, blocking: Redis, client_id: str, changed: Callable[[], None]) -> None:
-        self._client_id, self._changed = client_id, changed
-        clients = getattr(blocking, "shards", ()) or (blocking,)
-        self._shards = [(number, *its) for number, its in enumerate(zip(broker.parts, clients, strict=True))]
+    def __init__(self, shards: Sequence[tuple[Broker, Redis]], client_id: str, changed: Callable[[], None]) -> None:
+        self._shards, self._client_id, self._changed = shards, client_id, changed
         self._followed: dict[str, bool] = {}  # job -> whether there is something new of it
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by shard
 
@@ -35,7 +33,7 @@ class News:
     def follow(self, job_id: str) -> Iterator[None]:
         """Listen for news of this job while the block lasts. The job counts as new at first."""
         self._followed[job_id] = True
-        shard, part, blocking = next(it for it in self._shards if it[1].has(job_id))
+        shard, (part, blocking) = next(it for it in enumerate(self._shards) if it[1][0].has(job_id))
         if (task := self._tasks.get(shard)) is None or task.done():
             self._tasks[shard] = asyncio.create_task(self._read(part, blocking))
         try:

@@ -1,11 +1,10 @@
-"""Reads the reply stream into the inboxes, and acknowledges what was taken from them."""
+"""Reads a reply stream into the inbox, and acknowledges what was taken from it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -16,12 +15,12 @@ from redis.exceptions import RedisError
 
 from ...messages.broker import Broker, Frames, Receipt, Reply
 from ...messages.codec import Job
-from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, WrongLoop, WrongProcess
+from ...messages.errors import ClientReplaced
 from ...messages.journal import Consumed, Journal
 from ...messages.model import GenerateJob, JobFailure
 from .handover import Crossing, HandOut
-from .inbox import Tracked, place_of
-from .inboxes import Inboxes
+from .inbox import Inbox
+from .tracked import Tracked, place_of
 
 log = logging.getLogger(__name__)
 READ_COUNT = 512
@@ -44,8 +43,8 @@ ACK_S = 0.5
 RETRY_S = 0.2
 
 
-class ReplyReader:
-    """Reads one client's stream, in a task of its own, and acknowledges what was taken.
+class StreamReader:
+    """Reads one client's stream of one shard, in a task of its own, and acknowledges what was taken.
 
     After a failover the stream may be a little older than what was read. Then entries come again, which are known by
     job and sample; or new entries get ids below those that were read, which shows in the number of entries. An entry
@@ -60,22 +59,16 @@ class ReplyReader:
         broker: Broker,
         blocking: Redis,
         client_id: str,
-        inbox: Inboxes,
-        before_ack: Callable[[bool], bool] | None = None,
+        inbox: Inbox,
         *,
-        journal: Journal | None = None,
-        woken: Callable[[], None] = lambda: None,
+        before_ack: Callable[[bool], bool] | None,
+        journal: Journal | None,
+        changed: Callable[[], None],
     ) -> None:
-        """journal: gets each outcome when it is read for the first time, and when it has left the stream. woken: called
-        when whoever waits in `until` looks again."""
-        self._woken = woken
-        self._before_ack, self._journal = before_ack, journal
+        """blocking: for reads that wait. journal: gets each outcome when it is read for the first time, and when it has
+        left the stream. changed(): called when something has come, or the reading has ended."""
+        self._before_ack, self._journal, self._changed = before_ack, journal, changed
         self._broker, self._blocking, self._client_id, self._inbox = broker, blocking, client_id, inbox
-        self._pid = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._changed = asyncio.Event()  # set, and replaced, at every change
-        self.waiting = 0
-        """How many calls wait in `until`."""
         self._task: asyncio.Task[None] | None = None
         self._acks: list[Receipt] = []
         self._consumed: list[Consumed] = []  # what they acknowledge, for the journal
@@ -95,21 +88,13 @@ class ReplyReader:
         self._looked_at = time.monotonic()
         self._last, self._owner = "0", ""
         self._count = 16
-        self._broken: BaseException | None = None
+        self.broken: BaseException | None = None
+        """What ended the reading, if anything has."""
         self._closed = False
-
-    async def open(self) -> None:
-        """Read what an earlier client of this id had not acknowledged, then go on reading in the background."""
-        open_jobs, known = await self.begin()
-        # In this order: a job that had ended when `open_jobs` was asked has all its outcomes on the stream by now.
-        self._inbox.recover(open_jobs, known)
-        self.check_open()
-        self.start()
 
     async def begin(self) -> tuple[dict[str, str], dict[str, GenerateJob]]:
         """Take the stream over, and read what is on it. Returns the jobs that were open before that, with their groups,
         and those of them that could be read."""
-        self._loop = asyncio.get_running_loop()
         self._owner = await self._broker.own_replies(self._client_id)
         open_jobs = await self._broker.open_jobs(self._client_id)
         known = await self._broker.submitted(open_jobs)
@@ -129,11 +114,8 @@ class ReplyReader:
         return self._task is not None
 
     async def close(self) -> None:
-        """Stop reading, wake whoever waits, acknowledge what was taken."""
-        if os.getpid() != self._pid:
-            return  # the connections are the parent's
+        """Stop reading, and acknowledge what was taken."""
         self._closed = True
-        self.wake()
         for timer in (self._ack_timer, self._look_timer):
             if timer is not None:
                 timer.cancel()
@@ -147,31 +129,6 @@ class ReplyReader:
         except ClientReplaced as replaced:  # the one that reads now gets these, too
             log.warning("%s: %d outcomes that this client had taken come there again", replaced, len(self._acks))
 
-    def check_open(self) -> None:
-        """Raises RolloutMQError after `close`, WrongProcess in a forked child, ClientReplaced if another one reads."""
-        if self._closed:
-            raise RolloutMQError(f"client {self._client_id} is closed")
-        if os.getpid() != self._pid:
-            raise WrongProcess(f"client {self._client_id}", self._pid)
-        if isinstance(self._broken, ClientReplaced):
-            raise ClientReplaced(self._client_id)
-
-    def check_loop(self) -> None:
-        """Raises WrongLoop on another event loop than the one that `open` was called on."""
-        if self._loop not in {None, asyncio.get_running_loop()} and os.getpid() == self._pid:
-            raise WrongLoop(f"client {self._client_id}", self._loop.is_closed())
-
-    def wake(self) -> None:
-        """Have whoever waits in `until` look again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-        self._woken()
-
-    @property
-    def broken(self) -> BaseException | None:
-        """What ended the reading, if anything has."""
-        return self._broken
-
     def has(self, job_id: str) -> bool:
         """Whether the outcomes of this job come on this reader's stream."""
         return self._broker.has(job_id)
@@ -179,23 +136,6 @@ class ReplyReader:
     def has_read(self, reply: Reply) -> bool:
         """Whether the outcome was on this reader's stream, and is not acknowledged."""
         return place_of(reply) in self._held
-
-    async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
-        """Return once `ready()`, asked whenever something arrives. Raises WaitTimeout, or RolloutMQError if closed."""
-        self.waiting += 1
-        try:
-            async with asyncio.timeout(timeout):
-                while True:
-                    self.check_open()
-                    if ready():
-                        return
-                    if self.broken is not None:
-                        raise RolloutMQError(f"the reader of client {self._client_id} stopped") from self.broken
-                    await self._changed.wait()
-        except TimeoutError:
-            raise WaitTimeout(f"nothing arrived for client {self._client_id} within {timeout:g} s") from None
-        finally:
-            self.waiting -= 1
 
     async def ahead(self) -> set[str]:
         """Ids of the jobs that have outcomes on the stream which have not been read yet."""
@@ -206,10 +146,7 @@ class ReplyReader:
         return found
 
     def ack(self, replies: list[Reply]) -> None:
-        """Have these leave the stream, soon and in batches: the code that took them has come back.
-
-        Nothing is awaited here: a call that has taken an outcome cannot be cancelled before it returns it.
-        """
+        """See ReplyReader.ack; all of these were on this stream, or on none."""
         for reply in replies:
             self._acks.append(Receipt(reply.entry_id, reply.nbytes))
             self._acks += self._held.pop(place_of(reply), ())
@@ -221,12 +158,12 @@ class ReplyReader:
             self._flush_soon()
 
     def ack_received(self, out: HandOut, crossing: Crossing) -> None:
-        """Acknowledge these once the thread that they cross to has them."""
+        """See ReplyReader.ack_received."""
         self._crossing.append((crossing, out))
         self._flush_soon()
 
     def expect(self, jobs: Iterable[Job]) -> None:
-        """Look around when the first of these jobs' deadlines is over; and in a second, if reads wait longer by now."""
+        """See ReplyReader.expect."""
         long, self._block_ms = self._block_ms > FIRST_BLOCK_MS, FIRST_BLOCK_MS
         deadlines = [job.deadline_s + TRIP_S for job in jobs if job.deadline_s is not None]
         if long or deadlines:
@@ -253,7 +190,7 @@ class ReplyReader:
                     self._at_the_end = self._at_the_end or len(replies) < self._count
                     if replies:
                         self._take_in(replies, frames)
-                        self.wake()
+                        self._changed()
                     # Seldom while results keep coming: one of many jobs may have been lost.
                     late = time.monotonic() - self._looked_at >= LONGEST_BLOCK_MS / 1000
                     if self._inbox.jobs and (late or not replies):
@@ -291,8 +228,8 @@ class ReplyReader:
             self._flush_soon()
 
     def _break(self, error: BaseException) -> None:
-        self._broken = error
-        self.wake()
+        self.broken = error
+        self._changed()
 
     def _look_within(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -336,7 +273,7 @@ class ReplyReader:
             if self._inbox.put(Reply(NO_ENTRY, failure, last=True)):
                 if self._journal is not None:
                     self._journal.outcome(failure, self._client_id)
-                self.wake()
+                self._changed()
         self._over = over
         unread = (newest and newest not in self._unacked) or count > len(self._unacked)
         if over or (waited and unread):

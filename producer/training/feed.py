@@ -123,7 +123,7 @@ class RolloutFeed:
         It has fewer only if the staleness lets no more in before the next update, or nothing is under way any more.
         Empty if nothing is under way. Raises WaitTimeout if there is none within `timeout` seconds.
         """
-        return await self._get(self.staleness.batch_size, timeout, Source(()))
+        return await self._get(self.staleness.batch_size, timeout, Batches(self, (), timeout))
 
     def batches(self, jobs: Iterable[GenerateJob], timeout: float | None = None) -> AsyncIterator[list[TrainGroup]]:
         """Batches as `batch` has them; submits `jobs` as far as the staleness and the pool allow.
@@ -133,13 +133,13 @@ class RolloutFeed:
         """
         return Batches(self, jobs, timeout)
 
-    async def _get(self, most: int, timeout: float | None, source: Source | None) -> list[TrainGroup]:
+    async def _get(self, most: int, timeout: float | None, source: Batches | None) -> list[TrainGroup]:
         """See `batch`. source: what to submit meanwhile; None waits for what others submit."""
         deadline = None if timeout is None else time.monotonic() + timeout
         await self._begin()
         aside = self._pool.aside
         aside.raise_new()  # by coroutines that ended while nobody waited
-        aside.try_again()
+        self._pool.try_again()
         while True:
             news = partial(self._news_since, self._changes)
             await self._pool.pump()
@@ -158,9 +158,9 @@ class RolloutFeed:
                     raise self._timed_out("nothing was ready for the trainer", timeout, late.why) from None
 
     def _news_since(self, changes: int) -> bool:
-        return self._changes != changes or self._pool.news()
+        return self._changes != changes or bool(self._pool.news())
 
-    async def _refill(self, source: Source) -> bool:
+    async def _refill(self, source: Batches) -> bool:
         """Submit from `source` what the staleness allows. Returns whether the pool is too full for that."""
         while source.peek() is not None:
             async with self._submitting:  # others may have submitted meanwhile, also from this source
@@ -176,7 +176,7 @@ class RolloutFeed:
                 source.step()
         return False
 
-    def _choose(self, most: int, source: Source | None) -> list[TrainGroup] | None:
+    def _choose(self, most: int, source: Batches | None) -> list[TrainGroup] | None:
         """Groups of `most` samples; fewer if no more can come; None if they have to be waited for."""
         self._drop_stale()
         chosen: list[TrainGroup] = []
@@ -353,11 +353,11 @@ class RolloutFeed:
         await self._pool.begin()
 
 
-class Source:
-    """Prompts to submit, one after the other."""
+class Batches(AsyncIterator[list[TrainGroup]]):
+    """See RolloutFeed.batches. It has the prompts that are still to be submitted, one after the other."""
 
-    def __init__(self, jobs: Iterable[GenerateJob]) -> None:
-        self._jobs = iter(jobs)
+    def __init__(self, feed: RolloutFeed, jobs: Iterable[GenerateJob], timeout: float | None) -> None:
+        self._feed, self._timeout, self._jobs = feed, timeout, iter(jobs)
         self._next: list[GenerateJob | None] = []  # empty before it was read
 
     def peek(self) -> GenerateJob | None:
@@ -376,15 +376,8 @@ class Source:
         """That one was submitted."""
         self._next = []
 
-
-class Batches(AsyncIterator[list[TrainGroup]]):
-    """See RolloutFeed.batches."""
-
-    def __init__(self, feed: RolloutFeed, jobs: Iterable[GenerateJob], timeout: float | None) -> None:
-        self._feed, self._timeout, self._source = feed, timeout, Source(jobs)
-
     async def __anext__(self) -> list[TrainGroup]:
-        if found := await self._feed._get(self._feed.staleness.batch_size, self._timeout, self._source):
+        if found := await self._feed._get(self._feed.staleness.batch_size, self._timeout, self):
             return found
         raise StopAsyncIteration
 

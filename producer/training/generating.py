@@ -12,10 +12,11 @@ from redis.exceptions import RedisError
 from ...messages.errors import InvalidField, PoolBusy
 from ...messages.model import GenerateJob, JobFailure, RolloutResult
 from ..core import ClientCore
+from ..inbox import FAILURE
 from .asked import Asked, number_of
 from .books import Books, Measured, Why
 from .groups import GroupRules, Rewards, TrainGroup, finite_rewards
-from .keeping import FAILURE, Keeping
+from .keeping import Keeping
 from .set_aside import SetAside
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Generating:
         self._scored_at_once = asyncio.Semaphore(rules.score_concurrency)
         self._changed = changed
         self._begun = False
+        self._to_look_at: set[int] = set()  # prompts that may go on though nothing has come of them
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -56,9 +58,13 @@ class Generating:
         """Whether nothing more is to come but what is set aside."""
         return bool(self.asked) and all(it.number in self.aside and not it.scoring for it in self.asked.values())
 
-    def news(self) -> bool:
-        """Whether something has come that `pump` has not seen."""
-        return any(self._inbox.has_of(it) for asked in self.asked.values() for it in asked.waiting if self._sent(it))
+    def news(self) -> set[int]:
+        """Prompts of which something has come that `pump` has not seen."""
+        return self.asked.keys() & {number_of(it) for it in self._inbox.stirred if self._sent(it)}
+
+    def try_again(self) -> None:
+        """A call of the feed begins: functions that raised are asked again."""
+        self._to_look_at |= self.aside.try_again()
 
     async def begin(self) -> None:
         """Connect, and go on with the prompts that the books have in flight."""
@@ -68,6 +74,7 @@ class Generating:
         found, to_send = self.restored(self._books)
         self._begun = True  # not before: whoever catches an error and asks again gets it again
         self.asked.update(found)
+        self._to_look_at |= found.keys()
         for job in to_send:
             self._send_soon(job)
         waiting = {job_id for asked in self.asked.values() for job_id in asked.waiting}
@@ -113,9 +120,11 @@ class Generating:
     async def pump(self) -> None:
         """Take in what has come, and send what is to be sent. Prompts of which a function raises are set aside."""
         async with self._one_at_a_time:
-            for asked in list(self.asked.values()):
+            look, self._to_look_at = self._to_look_at, set()
+            for number in sorted(self.asked.keys() & (look | self.news())):
+                asked = self.asked[number]
                 self._collect(asked)
-                if asked.number not in self.aside and self._judge(asked):
+                if number not in self.aside and self._judge(asked):
                     self._go_on(asked)
             await self._flush()
 
@@ -165,8 +174,7 @@ class Generating:
 
     def _collect(self, asked: Asked) -> None:
         for job_id in [it for it in asked.waiting if self._sent(it)]:
-            tracked = self._inbox.tracked(job_id)
-            over = tracked is None or tracked.ended
+            over = self._inbox.is_over(job_id)
             for reply in self._inbox.take_job(job_id):
                 outcome = reply.outcome
                 if isinstance(outcome, JobFailure):
@@ -267,6 +275,7 @@ class Generating:
             self._scored(asked, group, rewards)
         finally:
             asked.scoring.difference_update(group.samples)
+            self._to_look_at.add(asked.number)
             self._changed()
 
     def _scored(self, asked: Asked, group: TrainGroup, rewards: Rewards = ()) -> None:

@@ -13,9 +13,6 @@ from ...messages.arguments import whole_number
 from ...messages.broker import Reply
 from ...messages.errors import InvalidField
 
-FAILURE = -1
-"""Stands for a failure where others have the number of a sample."""
-
 
 def checkpoint_number(state: Mapping[str, Any], client_id: str) -> int:
     """The number of the checkpoint that a feed's state was made for. Raises InvalidField for another client's state."""

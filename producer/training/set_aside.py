@@ -55,6 +55,7 @@ class SetAside:
         for error in self._errors.values():
             raise error
 
-    def try_again(self) -> None:
-        """A call of the feed begins."""
-        self._errors.clear()
+    def try_again(self) -> set[int]:
+        """A call of the feed begins. Returns the prompts that are set aside no more."""
+        before, self._errors = self._errors, {}
+        return set(before)

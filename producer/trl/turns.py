@@ -99,7 +99,7 @@ class Turns:
             job = self._job(conversation, prompt_ids, attempt, more)
             with self._core.inbox.reserved(job.id):
                 [handle] = await self._core.submit_many([job], None)
-                await self._core.until(partial(self._over, job.id), None)
+                await self._core.until(partial(self._core.inbox.is_over, job.id), None)
                 replies = self._core.inbox.take_job(job.id)
             held = self._core.hand_out(replies)
             for reply in replies:
@@ -136,9 +136,6 @@ class Turns:
                 self.settle(lambda _number: True)
         finally:
             await self._core.close()
-
-    def _over(self, job_id: str) -> bool:
-        return (tracked := self._core.inbox.tracked(job_id)) is None or tracked.ended
 
     def _prompt_of(self, outcome: Any) -> int | None:
         """The number of the prompt that an outcome of this run belongs to."""

@@ -92,13 +92,6 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threading.active_count() == before
 
 
-def test_used_after_close(redis_db: str) -> None:
-    client = BlockingRolloutClient(redis_db)
-    client.close()
-    with pytest.raises(RolloutMQError, match="is closed"):
-        client.submit(tokens())
-
-
 def test_closing_ends_the_waits_of_other_threads(redis_db: str) -> None:
     client = BlockingRolloutClient(redis_db)
     handle = client.submit(tokens(min_version=9))

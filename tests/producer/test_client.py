@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from redis.asyncio import Redis
-from support.pools.clients import arrived, crash, waits
+from support.pools.clients import arrived, crash, flush, waits
 from support.pools.pool import check_scripted, eventually, runs, stream_length, worker
 from support.specimens.messages import SHORT, job, tokens
 
@@ -56,25 +56,11 @@ async def test_a_job_that_fails(redis_db: str, client: RolloutClient, serving: N
     assert client.outstanding == 0
 
 
-async def test_waiting_for_what_was_taken(client: RolloutClient, serving: None) -> None:
-    handle = await client.submit(tokens())
-    await client.wait(handle, 10)
-    with pytest.raises(RolloutMQError, match="taken before"):
-        await client.wait(handle, 1)
-
-
 async def test_two_waits_for_one_job(client: RolloutClient, serving: None) -> None:
     """One gets the results, the other hears that they were taken: nobody gets an empty list."""
     handle = await client.submit(tokens(n=2))
     both = await asyncio.gather(*(client.wait(handle, 10) for _ in range(2)), return_exceptions=True)
     assert sorted(type(one).__name__ for one in both) == ["RolloutMQError", "list"]
-
-
-async def test_results_until_nothing_is_outstanding(client: RolloutClient, serving: None) -> None:
-    handles = await client.submit_many([tokens(n=3) for _ in range(10)])
-    found = [(one.job_id, one.sample) async for one in client.results(10) if isinstance(one, RolloutResult)]
-    assert sorted(found) == sorted((handle.job_id, sample) for handle in handles for sample in range(3))
-    assert [one async for one in client.results(1)] == []
 
 
 async def test_groups_come_whole_and_in_order(client: RolloutClient, serving: None) -> None:
@@ -202,7 +188,7 @@ async def test_a_crash_gives_what_was_not_acknowledged_again(
 async def test_submitting_again_what_was_taken(client: RolloutClient, serving: None) -> None:
     one = tokens()
     await client.wait(await client.submit(one), 10)
-    await client._core.reader._flush_acks()
+    await flush(client)
     again = await client.submit(one)
     assert again.state == "done"
     assert client.outstanding == 0

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from redis.asyncio import Redis
-from support.pools.clients import arrived
+from support.pools.clients import arrived, flush, streams
 from support.pools.pool import eventually, worker
 from support.specimens.messages import SHORT, job, result
 
@@ -42,7 +42,7 @@ async def test_an_outcome_that_came_again_stays_as_long_as_the_first_one(
         await db.delete(stream)
         await db.xadd(stream, entry, id="1001-0")  # type: ignore[arg-type]
         await eventually(lambda: client.repeats == 1)
-        await client._core.reader._flush_acks()
+        await flush(client)
         assert await db.xlen(stream) == 1
         assert await anext(outcomes, None) is None
     assert await db.xlen(stream) == 0
@@ -119,4 +119,4 @@ async def test_a_read_that_was_too_much_is_made_smaller(redis_db: str, broker: B
         for claim in await lease.claim(100, 100, 0):
             await lease.complete([Finished(claim.job_id, 1, 0, result(by_id[claim.job_id]))])
         await eventually(lambda: arrived(client) == 100)
-        assert client._core.reader._count == 512  # small ones: many at a time
+        assert streams(client)[0]._count == 512  # small ones: many at a time

@@ -327,7 +327,7 @@ async def test_jobs_that_redis_loses_right_after_it_took_them_are_told(
 @pytest.mark.one_shard
 async def test_a_call_whose_tasks_redis_loses_ends(client: RolloutClient, db: Redis, broker: Broker) -> None:
     call = asyncio.create_task(client.score([1, 2], [[3]]))
-    await eventually(lambda: any(it.accepted for it in client._core.inboxes.open()))
+    await eventually(lambda: any(it.accepted for it in client._core.inbox.open()))
     await db.flushdb()
     with pytest.raises(JobFailed, match="Redis has lost"):
         await asyncio.wait_for(call, 30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from rolloutmq import GenerateJob, PoolBusy, RolloutClient, WaitTimeout
 from rolloutmq.messages import Caps
 from rolloutmq.messages.redis import shard_of
 from rolloutmq.producer.calls.batch import generate
-from rolloutmq.producer.core import send_all
+from rolloutmq.producer.core import enqueued, send_all
 
 pytestmark = pytest.mark.one_shard
 
@@ -32,13 +33,15 @@ def in_shards(*shards: int) -> list[GenerateJob]:
 async def test_jobs_that_are_in_are_not_sent_again() -> None:
     sent: list[list[str]] = []
 
-    async def send(jobs: Sequence[GenerateJob]) -> list[str]:
-        sent.append([job.id for job in jobs])
-        if len(sent) == 1:
-            raise PoolBusy("full", ["new"], "jobs", frozenset({2}))
-        return ["new"] * len(jobs)
+    class Full:
+        async def enqueue(self, jobs: Sequence[GenerateJob], frames: Any) -> list[str]:
+            sent.append([job.id for job in jobs])
+            if len(sent) == 1:
+                raise PoolBusy("full", ["new"], "jobs", frozenset({2}))
+            return ["new"] * len(jobs)
 
     jobs = [tokens() for _ in range(4)]
+    send = partial(enqueued, Full())  # type: ignore[arg-type]
     assert await send_all(send, jobs, None) == ["new", "new", "q", "new"]
     assert sent == [[job.id for job in jobs], [jobs[1].id, jobs[3].id]]
 

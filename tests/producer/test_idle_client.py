@@ -144,4 +144,4 @@ async def test_closing_does_not_wait_for_the_read(redis_db: str) -> None:
     client = await RolloutClient(redis_db).open()
     await client.submit(tokens(deadline_s=600.0))
     await asyncio.wait_for(client.aclose(), 10)
-    assert not [task for task in asyncio.all_tasks() if "ReplyReader" in repr(task)]
+    assert not [task for task in asyncio.all_tasks() if "StreamReader" in repr(task)]

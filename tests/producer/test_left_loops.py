@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from support.pools.clients import arrived
+from support.pools.clients import arrived, flush
 from support.pools.interrupts import interrupted_at
 from support.pools.pool import eventually, stream_length
 from support.specimens.messages import tokens
@@ -56,7 +56,7 @@ async def test_the_next_loop_acknowledges_what_the_one_before_gave(
 
 
 async def acknowledged_but(count: int, client: RolloutClient, broker: Broker) -> bool:
-    await client._core.reader._flush_acks()
+    await flush(client)
     return await stream_length(broker.redis, broker) == count
 
 
@@ -76,7 +76,7 @@ async def test_other_code_that_begins_a_loop_leaves_it_to_the_code_that_has_it(
     working = asyncio.create_task(first())
     await took.wait()
     assert len([one async for one in client.results(20)]) == 2
-    await client._core.reader._flush_acks()
+    await flush(client)
     assert await stream_length(db, broker) == 1
     go_on.set()
     await working

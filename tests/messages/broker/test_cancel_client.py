@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from redis.asyncio import Redis
-from support.pools.clients import arrived
+from support.pools.clients import arrived, streams
 from support.pools.pool import eventually, replies, shard_with, worker
 from support.specimens.messages import SHORT, job
 
@@ -89,13 +89,14 @@ async def test_entries_behind_the_readers_back_are_found(redis_db: str, broker: 
         (entry,) = await db.xrange(stream)
         await running.stop()
         # The stream as a replica would have it that missed all this: shorter, and with lower ids to come.
-        client._core.reader._last = "9999999999999-0"
+        (reader,) = streams(client)
+        reader._last = "9999999999999-0"
         await client.submit(later := job(sampling=SHORT))
         async with worker(redis_db):
             taken = [outcome async for outcome in client.results(timeout=10)]
         assert {outcome.job_id for outcome in taken} == {again.id, later.id}
         # An acknowledged entry that comes back is not handed out a second time.
-        await eventually(lambda: client._core.reader._acks == [] and client._core.reader._unacked == set())
+        await eventually(lambda: reader._acks == [] and reader._unacked == set())
         await db.xadd(stream, entry[1])
         await client.submit(last := job(sampling=SHORT))
         async with worker(redis_db):

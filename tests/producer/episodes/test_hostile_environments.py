@@ -244,14 +244,14 @@ async def test_an_answer_on_its_way_to_a_cancelled_episode_is_nobodys(
     redis_db: str, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its submission is cut off after the pool has accepted it, and it ends before it can be cancelled."""
-    enqueue, put, answers = client.broker.enqueue, client._core.inboxes.put, list[Any]()
+    enqueue, put, answers = client.broker.enqueue, client._core.inbox.put, list[Any]()
 
     async def cut_off(*jobs: Any, **more: Any) -> list[str]:
         await enqueue(*jobs, **more)
         return await asyncio.Event().wait()  # type: ignore[return-value]
 
     monkeypatch.setattr(client.broker, "enqueue", cut_off)
-    monkeypatch.setattr(client._core.inboxes, "put", lambda reply: answers.append(reply) or True)
+    monkeypatch.setattr(client._core.inbox, "put", lambda reply: answers.append(reply) or True)
     make = Keep(Counting)
     async with worker(redis_db):
         playing = asyncio.create_task(played(client, make))

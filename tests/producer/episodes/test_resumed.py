@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.pools import episodes as support_episodes
+from support.pools.clients import close_unacknowledged
 from support.pools.episodes import SHORT, Counting, Keep, left, played
 from support.pools.pool import check_scripted, eventually, worker
 
@@ -32,12 +33,6 @@ class Gated(Counting):
         return Counting.step(self, answer)
 
 
-async def crash(client: RolloutClient) -> None:
-    """Nothing more reaches Redis."""
-    client._core.reader._before_ack = lambda _: False
-    await client.aclose()
-
-
 async def play(client: RolloutClient, make: Any, start: int = 0) -> list[Episode]:
     episodes = client.episodes(TASKS[start:], make, run="run", start=start, sampling=SHORT)
     return sorted([it async for it in episodes], key=lambda it: it.number)
@@ -57,7 +52,7 @@ async def crashed(url: str) -> tuple[list[Episode], Keep]:
     await eventually(lambda: len(got) == 2 and sum(it.turn for it in make.made) == 2 * 3 + 4 * 1)
     await eventually(lambda: client.outstanding == 0)
     await eventually(lambda: left(client, 4 * 2), what="what was handed out is acknowledged, and no more")
-    await crash(client)
+    await close_unacknowledged(client)
     Gated.gate.set()
     with pytest.raises(RolloutMQError):
         await consuming

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from support.pools import killed_trainer
+from support.pools.clients import close_unacknowledged, streams
 from support.pools.pool import eventually, stream_length, worker
 from support.specimens.messages import SHORT
 
@@ -63,21 +64,13 @@ class Trainer:
         self.feed.train(batch)
         self.feed.advance(self.feed.books.version + 1)
 
-    @property
-    def readers(self) -> list[Any]:
-        """Of the client's reply streams, one in each shard."""
-        reader: Any = self.client._core.reader
-        return getattr(reader, "readers", [reader])
-
     async def flushed(self) -> None:
         """What may be acknowledged is acknowledged."""
-        await eventually(lambda: not any(reader._acks for reader in self.readers))
+        await eventually(lambda: not any(stream._acks for stream in streams(self.client)))
 
     async def crash(self) -> None:
         """Nothing more reaches Redis."""
-        for reader in self.readers:
-            reader._before_ack = lambda _: False
-        await self.client.aclose()
+        await close_unacknowledged(self.client)
 
     def agrees(self) -> None:
         """The books say what the weights are."""

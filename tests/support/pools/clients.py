@@ -20,10 +20,29 @@ def waits(client: Any) -> int:
     return found
 
 
+def streams(client: Any) -> list[Any]:
+    """The readers of its reply streams, one in each shard."""
+    found: list[Any] = _core(client).reader.streams
+    return found
+
+
+async def flush(client: Any) -> None:
+    """What may be acknowledged is acknowledged now."""
+    for stream in streams(client):
+        await stream._flush_acks()
+
+
 async def crash(client: Any) -> None:
     """No acknowledgement, no goodbye."""
-    reader = _core(client).reader
-    for one in (reader._task, reader._ack_timer, reader._look_timer):
-        if one is not None:
-            one.cancel()
+    for stream in streams(client):
+        for one in (stream._task, stream._ack_timer, stream._look_timer):
+            if one is not None:
+                one.cancel()
     await _core(client)._redis.aclose()
+
+
+async def close_unacknowledged(client: Any) -> None:
+    """Nothing more reaches Redis."""
+    for stream in streams(client):
+        stream._before_ack = lambda _: False
+    await client.aclose()
