@@ -3,11 +3,12 @@
 from . import tasks
 from .batch import Prompt, as_jobs, generate, prompt_fields
 from .loops import Groups, Mapped, Results
-from .session import History, Session
+from .session import GIVEN, History, Session
 from .stream import Delta, Streams
 from .tasks import similarity
 
 __all__ = [
+    "GIVEN",
     "Delta",
     "Groups",
     "History",

@@ -20,10 +20,10 @@ from ...messages.model import ChatMessage, GenerateJob, RolloutResult, TokenIds,
 from ..core import ClientCore
 from ..inbox import Handle
 from .batch import Prompt, prompt_fields
-from .stream import Delta, Streams
+from .stream import Delta, Streams, versions_of
 
 GIVEN = -1
-"""The version of a token that no weights sampled."""
+"""The version, and in rows the turn, of a token that no weights sampled."""
 SETTLE_S = 10.0
 """Seconds to wait for the outcome of a turn that was cancelled."""
 
@@ -47,8 +47,7 @@ class History:
         """This history, followed by a result."""
         n = len(result.token_ids)
         logprobs = np.full(n, np.nan, np.float32) if result.logprobs is None else result.logprobs
-        versions = np.repeat([v for v, _ in result.segments], [c for _, c in result.segments]).astype(np.int64)
-        return self._then(result.token_ids, np.ones(n, np.uint8), logprobs, versions)
+        return self._then(result.token_ids, np.ones(n, np.uint8), logprobs, versions_of(result.segments))
 
     def upto(self, end: int) -> History:
         """Its first `end` tokens."""

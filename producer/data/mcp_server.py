@@ -9,9 +9,8 @@ import importlib
 import json
 import math
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,13 +71,17 @@ class McpServer:
         except ValueError as error:
             raise ConfigError(f"MCP server {self._name!r} describes a tool wrongly: {error}") from error
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
-        """The text of the tool's answer. If the caller is cancelled, the call is.
+    def runner(self, tool: str) -> Callable[..., Coroutine[Any, Any, str]]:
+        """A function that calls the tool and returns the text of its answer. If the caller is cancelled, the call is.
 
-        Raises RuntimeError for what the server calls an error, for a lost connection and a missed deadline, and
+        It raises RuntimeError for what the server calls an error, for a lost connection and a missed deadline, and
         ValueError for an answer that is no text.
         """
-        return await asyncio.wrap_future(self._soon(self._call(tool, dict(arguments))))
+
+        async def run(**arguments: Any) -> str:
+            return await asyncio.wrap_future(self._soon(self._call(tool, arguments)))
+
+        return run
 
     def close(self) -> None:
         """Disconnect, and end the program that was started. Calls under way and later ones raise RuntimeError.
@@ -190,18 +193,7 @@ class McpServer:
             await asyncio.wait(others, timeout=1)
 
 
-@dataclass(frozen=True, slots=True)
-class McpTool:
-    """A runner that calls a server's tool."""
-
-    server: McpServer
-    name: str
-
-    async def __call__(self, /, **arguments: Any) -> str:
-        return await self.server.call(self.name, arguments)
-
-
-def mcp_tools(entry: Mapping[str, Any], opened: list[McpServer]) -> list[tuple[Tool, McpTool]]:
+def mcp_tools(entry: Mapping[str, Any], opened: list[McpServer]) -> list[tuple[Tool, Callable[..., Any]]]:
     """The tools of an entry with `mcp`, in VERL's words: `mcp_servers_config_path` names a JSON file with `mcpServers`,
     or `servers` has them; `tool_selected_list` leaves out others.
 
@@ -215,13 +207,13 @@ def mcp_tools(entry: Mapping[str, Any], opened: list[McpServer]) -> list[tuple[T
     if selected is not None and not (isinstance(selected, list) and all(isinstance(name, str) for name in selected)):
         raise ConfigError(f"tool_selected_list={selected!r}: a list of names")
     limits = {name: config[name] for name in ("timeout", "rate_limit") if config.get(name) is not None}
-    found: list[tuple[Tool, McpTool]] = []
+    found: list[tuple[Tool, Callable[..., Any]]] = []
     for name, target in _servers(place).items():
         opened.append(McpServer(name, target, **limits))
-        found += [(tool, McpTool(opened[-1], tool.function.name)) for tool in opened[-1].tools()]
+        found += [(tool, opened[-1].runner(tool.function.name)) for tool in opened[-1].tools()]
     if missing := sorted(set(selected or ()) - {tool.function.name for tool, _ in found}):
         raise ConfigError(f"tool_selected_list: no server has the tool {missing[0]!r}")
-    return [it for it in found if not selected or it[1].name in selected]
+    return [it for it in found if not selected or it[0].function.name in selected]
 
 
 def _known(field: str, given: Any, names: Sequence[str]) -> None:

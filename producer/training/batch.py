@@ -12,7 +12,8 @@ import torch
 
 from ...messages.arguments import whole_number
 from ...messages.errors import InvalidField
-from .rows import GIVEN, Row, rows_given
+from ..calls import GIVEN
+from .rows import Row, rows_given
 
 Layout = Literal["padded", "packed", "nested"]
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from ...messages.arguments import whole_number
 from ...messages.errors import InvalidField
-from .rows import GIVEN, Row, rows_given
+from ..calls import GIVEN
+from .rows import Row, rows_given
 
 
 def to_trl(rows: Iterable[Row]) -> dict[str, list[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,23 +11,8 @@ import numpy.typing as npt
 from ...messages.arguments import each_is
 from ...messages.errors import InvalidField
 from ...messages.model import RolloutResult, TokenIds
+from ..calls import GIVEN, History, Session
 from .groups import TrainGroup
-
-GIVEN = -1
-"""The version, and the turn, of a token that no weights sampled."""
-
-
-class History(Protocol):
-    """What a Session has: columns of one length over all of its tokens."""
-
-    @property
-    def token_ids(self) -> npt.NDArray[np.int32]: ...
-    @property
-    def mask(self) -> npt.NDArray[np.uint8]: ...
-    @property
-    def logprobs(self) -> npt.NDArray[np.float32]: ...
-    @property
-    def versions(self) -> npt.NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +47,13 @@ class Row:
             )
         if result.logprobs is None:
             raise InvalidField("logprobs", None, f"log-probabilities: job {result.job_id} did not ask for them")
-        p, t = len(result.prompt_ids), len(result.token_ids)
-        versions = np.repeat([v for v, _ in result.segments], [c for _, c in result.segments]).astype(np.int64)
-        return cls(
-            np.concatenate([result.prompt_ids, result.token_ids]),
-            _behind(p, np.ones(t, np.int8), 0),
-            _behind(p, result.logprobs, 0.0),
-            _behind(p, versions, GIVEN),
-            _behind(p, np.zeros(t, np.int32), GIVEN),
-            p,
-            reward,
-            group,
-            result.finish_reason,
-        )
+        history = History().given(result.prompt_ids).generated(result)
+        return cls.of_session(history, reward, group, result.finish_reason)
 
     @classmethod
-    def of_session(cls, history: History, reward: float = float("nan"), group: int = 0, stop: str = "stop") -> Row:
+    def of_session(
+        cls, history: History | Session, reward: float = float("nan"), group: int = 0, stop: str = "stop"
+    ) -> Row:
         """A conversation of any number of turns. Neighbouring generated tokens are one turn."""
         mask = history.mask.astype(np.int8)
         begins = np.diff(mask, prepend=np.int8(0)) == 1
@@ -108,7 +83,3 @@ def rows_of(groups: Iterable[TrainGroup]) -> list[Row]:
 def rows_given(rows: Iterable[Row]) -> list[Row]:
     """What a caller gives as rows, also from a generator. Raises InvalidField for what is no Row."""
     return each_is("rows", rows, Row, "a Row: rows_of makes them of groups")
-
-
-def _behind(count: int, values: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
-    return np.concatenate([np.full(count, fill, values.dtype), values])
