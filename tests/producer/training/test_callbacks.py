@@ -6,24 +6,19 @@ import asyncio
 import gc
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.pools.feeds import in_full, prompts
 from support.pools.pool import eventually
-from support.specimens.messages import SHORT
 
-from rolloutmq import GenerateJob, InvalidField, RolloutClient, RolloutMQError, RolloutResult, Staleness, WaitTimeout
+from rolloutmq import InvalidField, RolloutClient, RolloutMQError, RolloutResult, Staleness, WaitTimeout
 from rolloutmq.producer.training import GroupRules, RolloutFeed, rewards_differ
 
 MARK4 = Staleness(eta=0, batch_size=4, on_stale="mark")
 """Nobody publishes here: all samples are of version 0."""
 ONES = [1.0, 1.0]
-
-
-def prompts(count: int) -> Iterator[GenerateJob]:
-    for i in range(count):
-        yield GenerateJob(token_ids=[7, i], n=2, sampling=SHORT, metadata={"place": i})
 
 
 def place_of(results: Sequence[RolloutResult]) -> int:
@@ -69,12 +64,6 @@ class Judge:
             "samples": GroupRules(score=score_later, deliver="samples"),
             "teaches": GroupRules(score=score_by_place, teaches=teaches),
         }[which]
-
-
-def in_full(feed: RolloutFeed, trained: int, in_flight: int) -> None:
-    feed.books.check()
-    report = feed.report()
-    assert (report["trained"], report["in_flight"], report["dropped"]) == (trained, in_flight, {})
 
 
 @pytest.mark.parametrize("which", ["keep", "score", "coroutine", "samples", "teaches"])

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.pools.feeds import in_full
 from support.pools.fixtures import MakeLease
 from support.pools.pool import eventually
 from support.specimens.messages import SHORT, result
 
 from rolloutmq import GenerateJob, InvalidField, RolloutClient, Segment, Staleness, WaitTimeout
 from rolloutmq.messages import Broker, Finished, decode
-from rolloutmq.producer.training import GroupRules, RolloutFeed, rewards_differ
+from rolloutmq.producer.training import GroupRules, rewards_differ
 
 ONE_BY_ONE = GroupRules(deliver="samples")
 
@@ -40,12 +41,6 @@ async def held(joined: MakeLease, jobs: int, samples: int, version: int = 0) -> 
     claims = await lease.claim(jobs, samples, version)
     assert len(claims) == jobs
     return Worker(lease, claims)
-
-
-def in_full(feed: RolloutFeed, trained: int, in_flight: int, **dropped: int) -> None:
-    feed.books.check()
-    report = feed.report()
-    assert (report["trained"], report["in_flight"], report["dropped"]) == (trained, in_flight, dropped)
 
 
 async def test_a_sample_does_not_wait_for_its_group(client: RolloutClient, joined: MakeLease) -> None:

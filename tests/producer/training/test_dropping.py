@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from itertools import islice
 
 import pytest
-from support.specimens.messages import SHORT
+from support.pools.feeds import prompts
 
-from rolloutmq import GenerateJob, RolloutClient, Staleness, WaitTimeout
+from rolloutmq import RolloutClient, Staleness, WaitTimeout
 from rolloutmq.producer.training import RolloutFeed
 
 DROP = Staleness(eta=1, batch_size=4, on_stale="drop")
-
-
-def prompts(count: int, n: int = 2) -> Iterator[GenerateJob]:
-    for i in range(count):
-        yield GenerateJob(token_ids=[7, i], n=n, sampling=SHORT)
 
 
 async def train_all(feed: RolloutFeed) -> None:

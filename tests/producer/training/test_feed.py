@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from support.pools.feeds import prompts
 from support.pools.fixtures import MakeLease
 from support.pools.pool import check_scripted, eventually, stream_length, worker
 from support.specimens.messages import SHORT, result
@@ -33,11 +34,6 @@ from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 MARK2, MARK4 = (Staleness(eta=0, batch_size=size, on_stale="mark") for size in (2, 4))
 """For runs in which nobody publishes: all samples are of version 0."""
-
-
-def prompts(count: int, n: int = 2, start: int = 0, **fields: Any) -> Iterator[GenerateJob]:
-    for i in range(start, count):
-        yield GenerateJob(**{"token_ids": [7, i], "n": n, "sampling": SHORT, "metadata": {"place": i}} | fields)
 
 
 def in_full(feed: RolloutFeed) -> None:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.pools.feeds import prompts
 from support.pools.pool import eventually
-from support.specimens.messages import SHORT
 
 from rolloutmq import GenerateJob, InvalidField, RolloutClient, Staleness
 from rolloutmq.producer.training import RolloutFeed
-
-
-def prompts(count: int, n: int = 2) -> Iterator[GenerateJob]:
-    for i in range(count):
-        yield GenerateJob(token_ids=[7, i], n=n, sampling=SHORT, metadata={"place": i})
 
 
 def marking(client: RolloutClient, eta: int, size: int) -> RolloutFeed:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 from redis.asyncio import Redis
 from support.pools import killed_trainer
 from support.pools.clients import close_unacknowledged, streams
+from support.pools.feeds import prompts
 from support.pools.pool import eventually, stream_length, worker
 from support.specimens.messages import SHORT
 
@@ -29,12 +30,6 @@ from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 RULE = Staleness(eta=1, batch_size=4, on_stale="mark")
 """Nobody publishes in these tests: all samples are of version 0."""
-
-
-def prompts(count: int = 12, **fields: Any) -> Iterator[GenerateJob]:
-    """The data: always the same prompts in the same order."""
-    for i in range(count):
-        yield GenerateJob(**{"token_ids": [7, i], "n": 2, "sampling": SHORT, "metadata": {"place": i}} | fields)
 
 
 class Trainer:
