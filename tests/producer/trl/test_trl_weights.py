@@ -91,7 +91,7 @@ def test_segments_attend_to_their_own_keys() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(5, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
     starts_q, starts_k = torch.tensor([0, 3, 5]), torch.tensor([0, 3, 7])
-    found = importlib.import_module("rolloutmq.producer.trl.cpu")._Kernel.flash_attn_varlen_func(
+    found = importlib.import_module("rolloutmq.producer.trl.cpu").flash_attn_varlen_func(
         query, key, value, starts_q, starts_k, 3, 4, softmax_scale=0.5, causal=True, window_size=(-1, -1)
     )
     for at, (first, k0, upto) in {0: (0, 0, 1), 2: (2, 0, 3), 3: (3, 3, 6), 4: (4, 3, 7)}.items():
