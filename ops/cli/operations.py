@@ -106,7 +106,7 @@ def list_operations(
 ) -> None:
     """List the operations that there are, and their runs: queued, under way, or ended within the last days."""
     kinds: list[dict[str, Any]] = [
-        {"name": name, "help": kind.help(), "params": _described(kind.params.model_json_schema())}
+        {"name": name, "help": kind.help, "params": _described(kind.params.model_json_schema())}
         for name, kind in operations().items()
     ]
     with _queue(ops_redis or redis, pool) as queue:
@@ -130,11 +130,10 @@ def worker(
     """Run a pool's operations, one at a time, until SIGTERM or Ctrl-C (the one under way is finished first)."""
     log_to_stderr(log_level)
     with _queue(ops_redis or redis, pool, patient=True) as queue:
-        from ..operations.rq_job import Surroundings
         from ..operations.rq_queue import OperationWorker
 
         operations()
-        OperationWorker(queue.redis, Surroundings(redis, pool)).work(burst=burst, logging_level=None)
+        OperationWorker(queue.redis, redis, pool).work(burst=burst, logging_level=None)
 
 
 def _queue(redis_url: str, pool: str, **how: bool) -> OperationQueue:

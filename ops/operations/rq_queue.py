@@ -31,7 +31,7 @@ from rq.worker_registration import get_keys
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.redis import Keys, parse_one, redacted, told_as_ours
 from .catalog import checked
-from .rq_job import CANCELLED, ENTRY, ForeignJob, MsgpackSerializer, OperationJob, Surroundings
+from .rq_job import CANCELLED, ENTRY, ForeignJob, MsgpackSerializer, OperationJob
 
 PR_SET_PDEATHSIG = 1
 RESULT_TTL_S, FAILURE_TTL_S = 86400, 7 * 86400
@@ -252,11 +252,11 @@ class OperationWorker(Worker):
 
     job_class = OperationJob
 
-    def __init__(self, connection: Redis, surroundings: Surroundings, **options: Any) -> None:
-        """connection: to the Redis that holds RQ's keys."""
-        self._surroundings = surroundings
+    def __init__(self, connection: Redis, redis_url: str, pool: str, **options: Any) -> None:
+        """connection: to the Redis that holds RQ's keys. redis_url, pool: what the operations work on."""
+        self._serves = redis_url, pool
         super().__init__(
-            [queue_name(surroundings.pool)],
+            [queue_name(pool)],
             connection=connection,
             job_class=OperationJob,
             serializer=MsgpackSerializer,
@@ -273,7 +273,7 @@ class OperationWorker(Worker):
     def perform_job(self, job: Job, queue: Queue) -> bool:
         """Like RQ's; the job gets the worker's Redis and pool first."""
         assert isinstance(job, OperationJob)
-        job.surroundings = self._surroundings
+        job.serves = self._serves
         return bool(super().perform_job(job, queue))
 
     def subscribe(self) -> None:

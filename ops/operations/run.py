@@ -18,8 +18,7 @@ async def run_operation(
     """Check, connect, run; returns the operation's result. Raises RolloutMQError, or what the operation raises."""
     chosen, settings = checked(name, params)
     async with connected(redis_url, pool, patient=True) as redis:
-        result: dict[str, Any] = await chosen.run(Context(redis, pool, report, dict(notes or {}), redis_url), settings)
-        return result
+        return await chosen.run(Context(redis, pool, report, dict(notes or {}), redis_url), **dict(settings))
 
 
 def run_here(name: str, params: dict[str, Any], redis_url: str, pool: str, report: Report) -> dict[str, Any]:

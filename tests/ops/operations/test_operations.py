@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from rolloutmq.messages import Broker, InvalidField, RedisUnavailable, connect
 from rolloutmq.ops.cli.main import app
-from rolloutmq.ops.operations.catalog import Context, Operation, checked, operation, operations
-from rolloutmq.ops.operations.rq_job import ENTRY, MsgpackSerializer, OperationJob, Surroundings
+from rolloutmq.ops.operations.catalog import Context, checked, operation, operations
+from rolloutmq.ops.operations.rq_job import ENTRY, MsgpackSerializer, OperationJob
 from rolloutmq.ops.operations.rq_queue import OperationQueue
 
 
@@ -135,7 +135,7 @@ def meta(queue: OperationQueue, run_id: str) -> dict[str, Any]:
 def test_a_redis_that_is_gone_is_tried_again(queue: OperationQueue) -> None:
     run_id = queue.submit("audit-broker", {})
     record = OperationJob.fetch(run_id, connection=queue.redis, serializer=MsgpackSerializer)
-    record.surroundings = Surroundings("redis://127.0.0.1:1/0", "default")
+    record.serves = ("redis://127.0.0.1:1/0", "default")
     with pytest.raises(RedisUnavailable):
         record.perform()
     assert record.retries_left == 3
@@ -172,18 +172,12 @@ def test_parameters_are_checked_before_anything_is_queued(name: Any, params: Any
 
 
 def test_an_operation_has_one_name_and_a_name_one_operation() -> None:
-    class Audit2(Operation[Any]):
-        name = "audit-broker"
+    async def audit_broker(context: Context) -> dict[str, Any]:
+        return {}
 
-        async def run(self, context: Context, params: Any) -> dict[str, Any]:
-            return {}
-
-    with pytest.raises(InvalidField, match="AuditBroker has it"):
-        operation(Audit2)
-    Audit2.name = "No Name"
-    with pytest.raises(InvalidField, match="lower-case"):
-        operation(Audit2)
-    assert all(one.help().endswith(".") for one in operations().values())
+    with pytest.raises(InvalidField, match="audit_broker has it"):
+        operation()(audit_broker)
+    assert all(one.help.endswith(".") for one in operations().values())
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
