@@ -15,27 +15,23 @@ if TYPE_CHECKING:
     from ...messages.broker import Broker
 
 
-def status(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Json = False) -> None:
-    """Show the queue, the workers and the weights they serve."""
-    from ..status import pool_state, status_lines
-
-    state = asyncio.run(pool_state(redis, pool))
-    say(state, status_lines(state), json)
-
-
-def workers(
+def status(
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
-    startup: Annotated[bool, typer.Option("--startup", help="How long the start of each took, by phase.")] = False,
+    startup: Annotated[
+        bool, typer.Option("--startup", help="How long the start of each worker took, by phase.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Show the workers, or how long their starts took."""
-    from ..status import pool_state, startup_lines, workers_lines
+    """Show the queue, the workers and the weights they serve."""
+    from ..status import pool_state, startup_lines, status_lines
 
     state = asyncio.run(pool_state(redis, pool))
-    found = state["workers"]
-    told = [{"worker_id": w["worker_id"], "host": w["host"], "startup": w["startup"]} for w in found]
-    say(told if startup else found, startup_lines(state) if startup else workers_lines(state), json)
+    if startup:
+        told = [{name: one[name] for name in ("worker_id", "host", "startup")} for one in state["workers"]]
+        say(told, startup_lines(state), json)
+        return
+    say(state, status_lines(state), json)
 
 
 def top(

@@ -16,7 +16,7 @@ from .document import read_document
 from .interpolation import Resolver
 from .settings import PLAIN_JOB, SECTIONS, Settings, hidden
 from .sources import apply, from_environment, from_flags
-from .translate import Translation, Whole
+from .translate import Translation
 
 OWN = "rolloutmq"
 """Top-level key of our own sections in somebody else's file."""
@@ -134,7 +134,6 @@ def _strange(document: Mapping[str, Any]) -> str:
 
 def _tells(rule: Any) -> bool:
     """Whether a setting may depend on a key with this rule."""
-    rule = rule.rule if isinstance(rule, Whole) else rule
     return not isinstance(rule, Rule) or rule.read is not None or bool(rule.refuse)
 
 

@@ -32,14 +32,8 @@ class Arguments:
     refuse: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A mapping that is read as a whole by one rule."""
-
-    rule: Rule
-
-
-Table = Mapping[str, "Rule | Sampling | Arguments | Whole | Table"]
+Table = Mapping[str, "Rule | Sampling | Arguments | Table"]
+"""A Rule reads a value, also a mapping as a whole. The others go through a mapping."""
 
 
 @dataclass(slots=True)
@@ -62,8 +56,6 @@ class Translation:
                     self.refuse(here, value, f"no key of this name is known here{nearest(key, list(table))}")
                 case Rule():
                     self.key(here, value, rule)
-                case Whole(whole):
-                    self.key(here, value, whole)
                 case _:
                     self._inside(here, value, rule)
 
