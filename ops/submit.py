@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..messages.codec import encode
 from ..messages.dialects import job_fields
@@ -33,6 +32,7 @@ from ..producer.client import Outcome, RolloutClient
 from .files import check_out, json_lines, lines
 from .records import Records, sync_folder
 from .redis import reach
+from .terminal import ProgressLine, printable
 
 SAMPLING = "sampling"
 
@@ -243,7 +243,6 @@ async def _refuse(work: Work, client: RolloutClient, logprobs: bool) -> None:
 
 
 async def _run(work: Work, redis_url: str, pool: str, defaults: Defaults, window: int) -> int:
-    console = Console(stderr=True)
     task = asyncio.current_task()
     assert task is not None
     interrupted = False
@@ -255,41 +254,38 @@ async def _run(work: Work, redis_url: str, pool: str, defaults: Defaults, window
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupt)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     if resumed := len(work.lines) - len(work.open_lines):
-        console.print(f"going on: {resumed} of {len(work.lines)} lines are answered", soft_wrap=True)
+        _tell(f"going on: {resumed} of {len(work.lines)} lines are answered")
     try:
-        with Progress(*columns, console=console) as progress:
-            bar = progress.add_task("answered", total=len(work.lines), completed=resumed, rate="")
-            began, tokens = time.monotonic(), 0
-            async with RolloutClient(redis_url, pool, client_id=work.client_id, before_ack=work.sync) as client:
-                if not await client.workers():
-                    console.print(f"no worker serves pool {pool!r} yet; waiting for one", soft_wrap=True)
-                await _refuse(work, client, defaults.logprobs)
-                async for outcome in client.map(work.jobs(), window=window):
-                    if work.take(outcome, defaults.logprobs) and isinstance(outcome, RolloutResult):
-                        tokens += len(outcome.token_ids)
-                    rate = f"{tokens / max(1e-3, time.monotonic() - began):.0f} tok/s"
-                    progress.update(bar, completed=len(work.lines) - len(work.open_lines), rate=rate)
+        await _answer(work, redis_url, pool, defaults, window)
     except asyncio.CancelledError:
         if not interrupted:
             raise
-        console.print(
-            f"stopped: {len(work.open_lines)} lines are open. The same command goes on from here.", soft_wrap=True
-        )
+        _tell(f"stopped: {len(work.open_lines)} lines are open. The same command goes on from here.")
         return 130
     if work.open_lines:
-        console.print(f"{len(work.open_lines)} lines were answered, but somebody else took the answers", soft_wrap=True)
+        _tell(f"{len(work.open_lines)} lines were answered, but somebody else took the answers")
         return 1
     work.finish()
-    console.print(
-        f"{len(work.lines)} lines answered in {work.out}, {len(work.failed)} of them with an error", soft_wrap=True
-    )
+    _tell(f"{len(work.lines)} lines answered in {work.out}, {len(work.failed)} of them with an error")
     return 1 if work.failed else 0
+
+
+async def _answer(work: Work, redis_url: str, pool: str, defaults: Defaults, window: int) -> None:
+    began, tokens, before = time.monotonic(), 0, len(work.open_lines)
+    async with RolloutClient(redis_url, pool, client_id=work.client_id, before_ack=work.sync) as client:
+        if not await client.workers():
+            _tell(f"no worker serves pool {pool!r} yet; waiting for one")
+        await _refuse(work, client, defaults.logprobs)
+        with ProgressLine() as line:
+            async for outcome in client.map(work.jobs(), window=window):
+                if work.take(outcome, defaults.logprobs) and isinstance(outcome, RolloutResult):
+                    tokens += len(outcome.token_ids)
+                took, left = time.monotonic() - began, len(work.open_lines)
+                left_s = took * left / max(1, before - left)
+                rate = f"{tokens / max(1e-3, took):.0f} tok/s, about {left_s / 60:.0f} min left"
+                line.show(len(work.lines) - left, len(work.lines), rate)
+
+
+def _tell(text: str) -> None:
+    print(printable(text), file=sys.stderr)

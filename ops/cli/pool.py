@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...messages.defaults import DEFAULT_URL
-from .options import Json, LogLevel, Pool, RedisUrl, Yes, log_to_stderr, say, seconds
+from .options import (
+    Json,
+    LogLevel,
+    Pool,
+    RedisUrl,
+    Stabilise,
+    StartTakes,
+    Target,
+    Yes,
+    log_to_stderr,
+    say,
+    seconds,
+)
 
 if TYPE_CHECKING:
     from ...messages.broker import Broker
@@ -61,9 +73,9 @@ def exporter(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 9477,
     host: Annotated[str, typer.Option(help="Address to listen on; 127.0.0.1 for this host alone.")] = "0.0.0.0",
     every: Annotated[float, seconds("Seconds between two looks at the pool.", 1.0, 300.0)] = 5.0,
-    target: Annotated[float, seconds("Seconds in which workers that are wanted do what waits.", 1.0)] = 60.0,
-    stabilise: Annotated[float, seconds("Seconds until a worker that is not needed is not wanted.")] = 300.0,
-    startup: Annotated[float, seconds("Seconds from a worker's start until it serves.", name="--start-takes")] = 60.0,
+    target: Target = 60.0,
+    stabilise: Stabilise = 300.0,
+    startup: StartTakes = 60.0,
     deletion_costs: Annotated[
         bool, typer.Option("--deletion-costs", help="In a pod: tell Kubernetes which workers cost least to delete.")
     ] = False,
