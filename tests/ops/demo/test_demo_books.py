@@ -23,7 +23,6 @@ from rolloutmq.ops.demo.task import (
     ZERO,
     Problem,
     make_batch,
-    token_versions,
 )
 from rolloutmq.ops.demo.trainer import Step
 from rolloutmq.producer import Group
@@ -96,10 +95,6 @@ def test_gap_compares_each_token_with_the_version_that_sampled_it() -> None:
     assert gaps.max() < 1e-5
     batch.behaviour.copy_(second)  # as if every token had been sampled by version 1
     assert learner.logprob_gaps(batch).max() > 1e-4
-
-
-def test_versions_of_tokens() -> None:
-    assert token_versions(result("j", 0, [(3, 2), (7, 1)])).tolist() == [3, 3, 7]
 
 
 def step(number: int, reward: float) -> Step:

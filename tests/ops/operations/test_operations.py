@@ -195,7 +195,8 @@ def test_run_list_watch_and_worker(queue: OperationQueue, redis_db: str) -> None
     assert {"audit-broker", "dead-requeue", "replay"} <= {one["name"] for one in listed["operations"]}
     assert [(run["id"], run["state"]) for run in listed["runs"]] == [(run_id, "queued")]
     with WorkerProcess(queue, redis_db):
-        assert CliRunner().invoke(app, ["ops", "run", "audit-broker", *at]).stderr == ""
+        quiet = CliRunner().invoke(app, ["ops", "run", "audit-broker", "--json", *at])
+        assert (quiet.stderr, json.loads(quiet.stdout).keys()) == ("", {"id"})
         done = CliRunner().invoke(app, ["ops", "watch", run_id, *at])
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["violations"] == []
