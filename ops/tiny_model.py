@@ -37,7 +37,7 @@ def write_tiny_model(
     prepare_transformers()
     import torch  # noqa: PLC0415
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
     directory.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -53,21 +53,27 @@ def write_tiny_model(
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
+    ids = {"bos_token_id": vocabulary["<|endoftext|>"], "eos_token_id": vocabulary["<|im_end|>"]}
+    more = ids | {"pad_token_id": vocabulary["<|endoftext|>"], "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    model = random_qwen2(seed, 320, width, layers, max_position_embeddings=context, **more)
+    save_model(model.to(getattr(torch, dtype)), directory)
+
+
+def random_qwen2(seed: int, vocabulary: int, width: int, layers: int, **config: Any) -> Any:
+    """A Qwen2ForCausalLM of four heads with random weights. vocabulary: how many ids. config: more of Qwen2Config."""
+    prepare_transformers()
+    import torch  # noqa: PLC0415
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
+
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=320,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-        tie_word_embeddings=tied,
-        bos_token_id=vocabulary["<|endoftext|>"],
-        eos_token_id=vocabulary["<|im_end|>"],
-        pad_token_id=vocabulary["<|endoftext|>"],
-    )
-    save_model(Qwen2ForCausalLM(config).to(getattr(torch, dtype)), directory)
+    shape = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    return Qwen2ForCausalLM(Qwen2Config(**(shape | heads | config)))
 
 
 def load_tiny_model(directory: Path | str) -> Any:

@@ -12,6 +12,7 @@ import typer
 from ...messages.errors import ConfigError
 from ...messages.redis import DEFAULT_URL
 from ..flags import parse_extra
+from ..operations import run_here
 from ..operations.catalog import checked, operations
 from ..redis import reach
 from ..terminal import ProgressLine, printable
@@ -58,7 +59,7 @@ def run(
     checked(name, params)  # before anything is connected to
     if here:
         reach(redis, pool)
-        raise typer.Exit(_run_here(name, params, redis, pool))
+        raise typer.Exit(_say_result(name, run_here(name, params, redis, pool)))
     with _queue(ops_redis or redis, pool) as queue:
         run_id = queue.submit(name, params, None if once_per is None else period("--once-per", once_per))
         if not wait:
@@ -144,15 +145,6 @@ def _queue(redis_url: str, pool: str, **how: bool) -> OperationQueue:
     return queue
 
 
-def _run_here(name: str, params: dict[str, Any], redis_url: str, pool: str) -> int:
-    from ..operations import run_here
-
-    with ProgressLine() as line:
-        result = run_here(name, params, redis_url, pool, line.report)
-    typer.echo(json_module.dumps(result))
-    return int(operations()[name].found_trouble(result))
-
-
 def _tell_if_nobody_runs(queue: OperationQueue) -> bool:
     """Say on stderr that what is queued waits for a worker, if there is none."""
     if lonely := not queue.has_worker():
@@ -176,9 +168,13 @@ def _follow(queue: OperationQueue, run_id: str, timeout: float | None) -> int:
     if run.state != "finished":
         typer.secho(f"{run.state}: {printable(run.error)}" if run.error else run.state, fg="red", err=True)
         return 1
-    typer.echo(json_module.dumps(run.result))
-    kind = operations().get(run.operation)
-    return int(kind is not None and run.result is not None and kind.found_trouble(run.result))
+    return _say_result(run.operation, run.result)
+
+
+def _say_result(name: str, result: dict[str, Any] | None) -> int:
+    typer.echo(json_module.dumps(result))
+    kind = operations().get(name)
+    return int(kind is not None and result is not None and kind.found_trouble(result))
 
 
 def _progress(run: OperationRun) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from rolloutmq.messages import JobFailure, RolloutResult, Segment
 from rolloutmq.ops.demo.learner import Learner
-from rolloutmq.ops.demo.model import Warmup, make_model, token_logprobs
+from rolloutmq.ops.demo.model import make_model, token_logprobs
 from rolloutmq.ops.demo.summary import objections, summarise
 from rolloutmq.ops.demo.tally import Tally
 from rolloutmq.ops.demo.task import (
@@ -111,7 +111,7 @@ def summary(**changes: Any) -> dict[str, Any]:
             [step(i, 0.2 if i <= 10 else 0.9) for i in range(1, 21)],
             tally,
             reports,
-            Warmup(18, 2.0, 0.28),
+            {"steps": 18, "seconds": 2.0, "reward": 0.28},
             seconds_setup=20.0,
             seconds_training=20.0,
             worker_killed=True,
