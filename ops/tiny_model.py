@@ -25,14 +25,13 @@ def write_tiny_model(
     layers: int = 2,
     width: int = 128,
     context: int = 4096,
-    seed: int = 0,
     dtype: str = "bfloat16",
     tied: bool = False,
 ) -> None:
     """Write config, safetensors and tokenizer of a Qwen2 model whose tokens are bytes: 259 ids, padded to 320.
 
-    layers, width: of the model. context: its longest sequence, in tokens. seed: of its weights. dtype: a torch dtype's
-    name. tied: whether lm_head is the embeddings. Raises OSError if the folder cannot be written.
+    layers, width: of the model. context: its longest sequence, in tokens. dtype: a torch dtype's name.
+    tied: whether lm_head is the embeddings. Raises OSError if the folder cannot be written.
     """
     prepare_transformers()
     import torch  # noqa: PLC0415
@@ -55,7 +54,7 @@ def write_tiny_model(
     tokenizer.save_pretrained(directory)
     ids = {"bos_token_id": vocabulary["<|endoftext|>"], "eos_token_id": vocabulary["<|im_end|>"]}
     more = ids | {"pad_token_id": vocabulary["<|endoftext|>"], "num_key_value_heads": 2, "tie_word_embeddings": tied}
-    model = random_qwen2(seed, 320, width, layers, max_position_embeddings=context, **more)
+    model = random_qwen2(0, 320, width, layers, max_position_embeddings=context, **more)
     save_model(model.to(getattr(torch, dtype)), directory)
 
 

@@ -49,7 +49,7 @@ def test_bulk_requeue_runs_and_its_result_is_kept(queue: OperationQueue, redis_d
     assert 0 < queue.redis.ttl(OperationJob.key_for(run_id)) <= 86400
     # The whole job once more, as after a crash at its very end: nothing is left to do.
     again = OperationJob.fetch(run_id, connection=queue.redis, serializer=MsgpackSerializer)
-    queue._queue.enqueue_job(again)
+    queue.rq.enqueue_job(again)
     assert work(queue, redis_db)
     assert load(redis_db).accepted == 150
 
@@ -98,7 +98,7 @@ def test_killed_half_way_it_goes_on(queue: OperationQueue, redis_db: str) -> Non
     at = load_jobs(queue)
     assert 200 < at < 4003
     assert queue.run(run_id).state == "started"
-    wip = queue._queue.started_job_registry
+    wip = queue.rq.started_job_registry
     (member,) = queue.redis.zrange(wip.key, 0, -1)
     queue.redis.zadd(wip.key, {member: 1})  # as if its last sign of life was long ago
     work(queue, redis_db)

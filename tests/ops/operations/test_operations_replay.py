@@ -63,7 +63,7 @@ async def test_killed_half_way_each_job_is_replayed_exactly_once(
         assert 100 < (cut := len(verdicts(out))) <= JOBS // 2
         with out.open("ab") as file:
             file.write(b'{"job": "cut o')  # as if it had been killed while it wrote
-        registry = queue._queue.started_job_registry
+        registry = queue.rq.started_job_registry
         (member,) = queue.redis.zrange(registry.key, 0, -1)
         queue.redis.zadd(registry.key, {member: 1})  # as if its last sign of life was long ago
         engine.gate.set()
