@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...messages.dialects import Fate
-from .load import Explained
 from .settings import Settings, hidden
+from .translate import Explained
 
 KINDS = {"skyrl": "SkyRL's generator block", "verl": "VERL's rollout block"}
 
