@@ -227,6 +227,7 @@ def test_a_failed_operation_says_why(queue: OperationQueue, redis_db: str) -> No
         (("run", "nothing"), "InvalidField: operation='nothing'"),
         (("run", "audit-broker", "--param", "nonsense"), "ConfigError: 'nonsense'"),
         (("run", "audit-broker", "--redis", "redis://127.0.0.1:1/0"), "RedisUnavailable"),
+        (("list", "--redis", "redis://:secret@127.0.0.1:1/0"), "RedisUnavailable"),
         (("watch", "x", "--redis", "http://h"), "ConfigError"),
         (("list", "--redis", "redis+sentinel://:secret@h/main"), "name one with --ops-redis"),
         (("worker", "--pool", "a:b"), "InvalidField: pool='a:b'"),
@@ -236,13 +237,7 @@ def test_a_bad_setting_is_one_line(arguments: tuple[str, ...], says: str) -> Non
     ended = CliRunner().invoke(app, ["ops", *arguments])
     assert ended.exit_code == 2
     assert says in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-def test_the_password_is_in_nobody_s_command_line_nor_message(redis_db: str) -> None:
-    ended = CliRunner().invoke(app, ["ops", "list", "--redis", "redis://:secret@127.0.0.1:1/0"])
-    assert ended.exit_code == 2
-    assert "secret" not in ended.output + ended.stderr
+    assert not any(word in ended.output + ended.stderr for word in ("Traceback", "secret"))
 
 
 def test_signals_end_a_worker(queue: OperationQueue, redis_db: str) -> None:
