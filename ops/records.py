@@ -7,31 +7,50 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..messages.errors import ConfigError
+from ..messages.errors import ConfigError, InvalidField
 from .files import json_lines, writing
 
 SYNC_S = 1.0
 
 
 class Records:
-    """Appends records to a file and reads those of earlier runs. A record that was cut off by a crash does not count.
+    """Appends records to a file and goes on with those of an earlier run. A record that a crash cut off does not count.
+
+    Its first line has what was `asked`, which must be the same each time, and what `begin` adds in a new file.
+    `restore` takes that line and the records behind it. It may raise ValueError, LookupError, TypeError or
+    AttributeError for those of another origin.
 
     option, what: how errors name the setting that has the path, and the program that writes such files.
-    Raises InvalidField if the file cannot be opened, and ConfigError while another process writes it.
+    Raises InvalidField if the file cannot be opened. Raises ConfigError while another process writes it, and for a file
+    of another origin, or with what else was asked for: it stays as it is.
     """
 
-    def __init__(self, option: str, path: Path, what: str) -> None:
+    def __init__(
+        self,
+        option: str,
+        path: Path,
+        what: str,
+        *,
+        asked: dict[str, Any],
+        begin: dict[str, Any],
+        restore: Callable[[dict[str, Any], list[Any]], None],
+    ) -> None:
         self.path, self._what = path, what
         self._synced, self._lost = 0.0, False
-        self._whole = 0
         with writing(option, path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("ab+")
         try:
             self._lock()
+            if not self._resume(asked, restore):
+                self.write(begin | {"asked": asked})
+                self.sync(now=True)
+                sync_folder(path)
+                restore(begin, [])
         except BaseException:
             self._file.close()
             raise
@@ -44,17 +63,27 @@ class Records:
         if not self.path.exists() or not os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
             raise ConfigError(f"{self.path}: another {self._what} has just finished it")
 
-    def read(self) -> tuple[list[Any], bool]:
-        """The values of the whole lines, and whether anything is behind them. Raises InvalidField: it is no JSON."""
+    def _resume(self, asked: dict[str, Any], restore: Callable[[dict[str, Any], list[Any]], None]) -> bool:
+        """Whether there was an earlier run."""
         self._file.seek(0)
         content = self._file.read()
-        self._whole = content.rfind(b"\n") + 1
-        found = [value for _, value in json_lines(content[: self._whole].split(b"\n"))]
-        return found, self._whole < len(content)
-
-    def drop_torn_end(self) -> None:
-        """Remove what `read` found behind the whole lines: a crash cut it off, so nobody relies on it."""
-        self._file.truncate(self._whole)
+        if not content:
+            return False
+        whole = content.rfind(b"\n") + 1
+        try:
+            first, *records = [value for _, value in json_lines(content[:whole].split(b"\n"))]
+            before = first["asked"]
+            changed = [f"{name}={before.get(name)!r}, not {value!r}" for name, value in asked.items()
+                       if before.get(name) != value]  # fmt: skip
+            if not changed:
+                restore(first, records)
+        except (InvalidField, LookupError, TypeError, ValueError, AttributeError):
+            raise ConfigError(f"{self.path} is no file of {self._what}; remove it, or name another one") from None
+        if changed:
+            told = f"was begun with {', '.join(changed)}; give the same again, or remove it to start over"
+            raise ConfigError(f"{self.path} {told}")
+        self._file.truncate(whole)  # nobody relies on a record that was cut off
+        return True
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record; `sync` puts it on the disk. Raises ConfigError."""

@@ -80,17 +80,12 @@ def status_lines(state: dict[str, Any]) -> Iterator[str]:
         yield f"imbalance: {state['imbalance']:.2f} (samples of the fullest worker beside its share; 1 is even)"
     if state["update_share"] >= COSTLY:
         yield f"updates of the weights cost {state['update_share']:.0%} of the last minute; see  rolloutmq doctor"
-    yield from workers_lines(state)
-    for letter in state["dead_letters"]:
-        yield from _wrapped(f"dead {letter['job_id']}: {letter['cause']}: {letter['error']}")
-
-
-def workers_lines(state: dict[str, Any]) -> Iterator[str]:
-    """The workers of a pool for people."""
     for worker in state["workers"]:
         yield from _worker(worker)
     if not state["workers"]:
         yield "no workers: start one with  rolloutmq worker --model …"
+    for letter in state["dead_letters"]:
+        yield from _wrapped(f"dead {letter['job_id']}: {letter['cause']}: {letter['error']}")
 
 
 def _worker(worker: dict[str, Any]) -> Iterator[str]:

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..messages.codec import encode
 from ..messages.dialects import job_fields
@@ -33,6 +32,7 @@ from ..producer.client import Outcome, RolloutClient
 from .files import check_out, json_lines, lines
 from .records import Records, sync_folder
 from .redis import reach
+from .terminal import ProgressLine, printable
 
 SAMPLING = "sampling"
 
@@ -73,9 +73,9 @@ def submit_file(
         raise InvalidField("--out", str(out), "another file than the one with the prompts")
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists and is complete; remove it or give --overwrite")
-    jobs, digest = _read_jobs(file, defaults)
+    jobs, digest = read_jobs(file, defaults)
     reach(redis_url, pool)
-    work = _Work(out, jobs, {"input": digest, "defaults": asdict(defaults)})
+    work = Work(out, jobs, {"input": digest} | asdict(defaults))
     try:
         code = asyncio.run(_run(work, redis_url, pool, defaults, window))
         if as_json:
@@ -86,7 +86,7 @@ def submit_file(
         work.close()
 
 
-def _read_jobs(file: Path, defaults: Defaults) -> tuple[dict[int, dict[str, Any]], str]:
+def read_jobs(file: Path, defaults: Defaults) -> tuple[dict[int, dict[str, Any]], str]:
     """The fields of each line's job, and the file's digest. The file may be a pipe, so it is read once."""
     digest = hashlib.sha256()
 
@@ -128,56 +128,30 @@ def line_fields(where: str, given: Any, defaults: Defaults) -> dict[str, Any]:
     return fields
 
 
-class _Work:
+class Work:
     """The lines, and which of them are answered. Every answer is on disk as soon as it is known here.
 
-    header: must be the same each time the command is given.
+    asked: must be the same each time the command is given.
     """
 
-    def __init__(self, out: Path, lines: dict[int, dict[str, Any]], header: dict[str, Any]) -> None:
+    def __init__(self, out: Path, lines: dict[int, dict[str, Any]], asked: dict[str, Any]) -> None:
         self.out, self.lines = out, lines
         self.part = out.with_name(out.name + ".part")
         self.answered: dict[int, set[int]] = {}
         self.failed: set[int] = set()
         self.open_lines = set(lines)
-        self._records = Records("--out", self.part, "submit")
-        try:
-            self.base, self.client_id = self._resume(header) or self._begin(header)
-        except BaseException:
-            self._records.close()
-            raise
+        base = f"{int(time.time() * 1000):012x}{secrets.token_hex(6)}"
+        begin = {"base": base, "client": f"submit-{base}"}
+        self._records = Records("--out", self.part, "submit", asked=asked, begin=begin, restore=self._restore)
         self.sync = self._records.sync
 
-    def _begin(self, header: dict[str, Any]) -> tuple[str, str]:
-        base = f"{int(time.time() * 1000):012x}{secrets.token_hex(6)}"
-        self._records.write(header | {"base": base, "client": f"submit-{base}"})
-        sync_folder(self.part)
-        return base, f"submit-{base}"
-
-    def _resume(self, header: dict[str, Any]) -> tuple[str, str] | None:
-        """(base of the ids, client id) of an earlier run; None if there was none. Raises ConfigError."""
-        try:
-            found, _ = self._records.read()
-            if not found:
-                self._records.drop_torn_end()
-                return None
-            first, *records = found
-            base, client = _known(first)
-            notes = [(record["line"], record.get("sample")) for record in records]
-            if not all(line in self.lines and (sample is None or sample >= 0) for line, sample in notes):
-                raise ValueError("answers of other lines")
-        except (InvalidField, LookupError, TypeError, ValueError, AttributeError):
-            raise ConfigError(f"{self.part} is not what this command wrote; remove it to start over") from None
-        self._records.drop_torn_end()
-        if first.get("input") != header["input"]:
-            raise ConfigError(f"{self.part} belongs to another input file; remove it to start over")
-        before = first.get("defaults", {})
-        if changed := [name for name, value in header["defaults"].items() if before.get(name) != value]:
-            said = ", ".join(f"{name}={before.get(name)!r}, not {header['defaults'][name]!r}" for name in changed)
-            raise ConfigError(f"{self.part} was begun with {said}; give the same again, or remove it to start over")
-        for line, sample in notes:
+    def _restore(self, first: dict[str, Any], records: list[Any]) -> None:
+        self.base, self.client_id = _known(first)
+        for record in records:
+            line, sample = record["line"], record.get("sample")
+            if line not in self.lines or (sample is not None and sample < 0):
+                raise ValueError("an answer to another line")
             self._note(line, sample)
-        return base, client
 
     def _note(self, line: int, sample: int | None) -> None:
         if sample is None:
@@ -259,7 +233,7 @@ def _known(first: dict[str, Any]) -> tuple[str, str]:
     return first["base"], first["client"]
 
 
-async def _refuse(work: _Work, client: RolloutClient, logprobs: bool) -> None:
+async def _refuse(work: Work, client: RolloutClient, logprobs: bool) -> None:
     """Write an error for each line that no worker can run, so that it does not stop the others."""
     for job in work.jobs():
         try:
@@ -268,8 +242,7 @@ async def _refuse(work: _Work, client: RolloutClient, logprobs: bool) -> None:
             work.take(JobFailure(job_id=job.id, outcome="dead", cause="refused", error=str(error)), logprobs)
 
 
-async def _run(work: _Work, redis_url: str, pool: str, defaults: Defaults, window: int) -> int:
-    console = Console(stderr=True)
+async def _run(work: Work, redis_url: str, pool: str, defaults: Defaults, window: int) -> int:
     task = asyncio.current_task()
     assert task is not None
     interrupted = False
@@ -281,41 +254,38 @@ async def _run(work: _Work, redis_url: str, pool: str, defaults: Defaults, windo
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupt)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     if resumed := len(work.lines) - len(work.open_lines):
-        console.print(f"going on: {resumed} of {len(work.lines)} lines are answered", soft_wrap=True)
+        _tell(f"going on: {resumed} of {len(work.lines)} lines are answered")
     try:
-        with Progress(*columns, console=console) as progress:
-            bar = progress.add_task("answered", total=len(work.lines), completed=resumed, rate="")
-            began, tokens = time.monotonic(), 0
-            async with RolloutClient(redis_url, pool, client_id=work.client_id, before_ack=work.sync) as client:
-                if not await client.workers():
-                    console.print(f"no worker serves pool {pool!r} yet; waiting for one", soft_wrap=True)
-                await _refuse(work, client, defaults.logprobs)
-                async for outcome in client.map(work.jobs(), window=window):
-                    if work.take(outcome, defaults.logprobs) and isinstance(outcome, RolloutResult):
-                        tokens += len(outcome.token_ids)
-                    rate = f"{tokens / max(1e-3, time.monotonic() - began):.0f} tok/s"
-                    progress.update(bar, completed=len(work.lines) - len(work.open_lines), rate=rate)
+        await _answer(work, redis_url, pool, defaults, window)
     except asyncio.CancelledError:
         if not interrupted:
             raise
-        console.print(
-            f"stopped: {len(work.open_lines)} lines are open. The same command goes on from here.", soft_wrap=True
-        )
+        _tell(f"stopped: {len(work.open_lines)} lines are open. The same command goes on from here.")
         return 130
     if work.open_lines:
-        console.print(f"{len(work.open_lines)} lines were answered, but somebody else took the answers", soft_wrap=True)
+        _tell(f"{len(work.open_lines)} lines were answered, but somebody else took the answers")
         return 1
     work.finish()
-    console.print(
-        f"{len(work.lines)} lines answered in {work.out}, {len(work.failed)} of them with an error", soft_wrap=True
-    )
+    _tell(f"{len(work.lines)} lines answered in {work.out}, {len(work.failed)} of them with an error")
     return 1 if work.failed else 0
+
+
+async def _answer(work: Work, redis_url: str, pool: str, defaults: Defaults, window: int) -> None:
+    began, tokens, before = time.monotonic(), 0, len(work.open_lines)
+    async with RolloutClient(redis_url, pool, client_id=work.client_id, before_ack=work.sync) as client:
+        if not await client.workers():
+            _tell(f"no worker serves pool {pool!r} yet; waiting for one")
+        await _refuse(work, client, defaults.logprobs)
+        with ProgressLine() as line:
+            async for outcome in client.map(work.jobs(), window=window):
+                if work.take(outcome, defaults.logprobs) and isinstance(outcome, RolloutResult):
+                    tokens += len(outcome.token_ids)
+                took, left = time.monotonic() - began, len(work.open_lines)
+                left_s = took * left / max(1, before - left)
+                rate = f"{tokens / max(1e-3, took):.0f} tok/s, about {left_s / 60:.0f} min left"
+                line.show(len(work.lines) - left, len(work.lines), rate)
+
+
+def _tell(text: str) -> None:
+    print(printable(text), file=sys.stderr)

@@ -25,19 +25,18 @@ def write_tiny_model(
     layers: int = 2,
     width: int = 128,
     context: int = 4096,
-    seed: int = 0,
     dtype: str = "bfloat16",
     tied: bool = False,
 ) -> None:
     """Write config, safetensors and tokenizer of a Qwen2 model whose tokens are bytes: 259 ids, padded to 320.
 
-    layers, width: of the model. context: its longest sequence, in tokens. seed: of its weights. dtype: a torch dtype's
-    name. tied: whether lm_head is the embeddings. Raises OSError if the folder cannot be written.
+    layers, width: of the model. context: its longest sequence, in tokens. dtype: a torch dtype's name.
+    tied: whether lm_head is the embeddings. Raises OSError if the folder cannot be written.
     """
     prepare_transformers()
     import torch  # noqa: PLC0415
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
     directory.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -53,21 +52,27 @@ def write_tiny_model(
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
+    ids = {"bos_token_id": vocabulary["<|endoftext|>"], "eos_token_id": vocabulary["<|im_end|>"]}
+    more = ids | {"pad_token_id": vocabulary["<|endoftext|>"], "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    model = random_qwen2(0, 320, width, layers, max_position_embeddings=context, **more)
+    save_model(model.to(getattr(torch, dtype)), directory)
+
+
+def random_qwen2(seed: int, vocabulary: int, width: int, layers: int, **config: Any) -> Any:
+    """A Qwen2ForCausalLM of four heads with random weights. vocabulary: how many ids. config: more of Qwen2Config."""
+    prepare_transformers()
+    import torch  # noqa: PLC0415
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
+
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=320,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-        tie_word_embeddings=tied,
-        bos_token_id=vocabulary["<|endoftext|>"],
-        eos_token_id=vocabulary["<|im_end|>"],
-        pad_token_id=vocabulary["<|endoftext|>"],
-    )
-    save_model(Qwen2ForCausalLM(config).to(getattr(torch, dtype)), directory)
+    shape = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    return Qwen2ForCausalLM(Qwen2Config(**(shape | heads | config)))
 
 
 def load_tiny_model(directory: Path | str) -> Any:

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..messages.errors import ConfigError, WeightSyncError
 from ..sync.disk import NoSuchSnapshot, SnapshotStore
 from .terminal import ProgressLine
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One version on disk. problem: why it cannot be used, "" for none. verified: whether every byte was compared."""
-
-    version: int
-    path: str
-    pinned: bool
-    created: str = ""
-    tensors: int = 0
-    nbytes: int = 0
-    verified: bool = False
-    problem: str = ""
 
 
 def store_in(folder: Path | str, keep: int = 1) -> SnapshotStore:
@@ -33,8 +18,11 @@ def store_in(folder: Path | str, keep: int = 1) -> SnapshotStore:
     return SnapshotStore(folder, keep)
 
 
-def snapshots(folder: Path, *, verify: bool) -> list[Found]:
-    """Every version in a folder, oldest first. Opening one compares sizes and headers; `verify` reads every byte."""
+def snapshots(folder: Path, *, verify: bool) -> list[dict[str, Any]]:
+    """Every version in a folder, oldest first. Opening one compares sizes and headers; `verify` reads every byte.
+
+    problem: why it cannot be used, "" for none. verified: whether every byte was compared.
+    """
     versions = store_in(folder)
     pinned, numbers, found = versions.pinned(), versions.versions(), []
     with ProgressLine() as line:
@@ -46,8 +34,9 @@ def snapshots(folder: Path, *, verify: bool) -> list[Found]:
     return found
 
 
-def _look(versions: SnapshotStore, number: int, pinned: bool, verify: bool) -> Found | None:
-    seen: dict[str, Any] = {"version": number, "path": "", "pinned": pinned}
+def _look(versions: SnapshotStore, number: int, pinned: bool, verify: bool) -> dict[str, Any] | None:
+    seen: dict[str, Any] = {"version": number, "path": "", "pinned": pinned, "created": "", "tensors": 0, "nbytes": 0}
+    seen |= {"verified": False, "problem": ""}
     try:
         with versions.load(number) as version:
             seen |= {"path": str(version.path), "created": version.index.created, "nbytes": version.nbytes}
@@ -61,15 +50,14 @@ def _look(versions: SnapshotStore, number: int, pinned: bool, verify: bool) -> F
         raise ConfigError(f"--verify needs torch: {error}") from None
     except WeightSyncError as error:
         seen["problem"] = f"{type(error).__name__}: {error}"
-    return Found(**seen)
+    return seen
 
 
-def lines(found: list[Found]) -> Iterator[str]:
+def lines(found: list[dict[str, Any]]) -> Iterator[str]:
     """The versions as lines for people."""
     for one in found:
-        notes = ["pinned"] * one.pinned + ["verified"] * one.verified
-        notes += [one.problem] if one.problem else []
-        what = f"{one.tensors:,} tensors  {one.nbytes:,} bytes  {one.created}"
-        yield "  ".join([f"version {one.version}", what, *notes])
+        notes = [name for name in ("pinned", "verified") if one[name]]
+        notes += [one["problem"]] if one["problem"] else []
+        yield "  ".join(["version {version}  {tensors:,} tensors  {nbytes:,} bytes  {created}".format_map(one), *notes])
     if not found:
         yield "no versions"

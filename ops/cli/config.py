@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import Json, alone, group
+from .options import Json, alone, group, say
 
 app = group("Explain a configuration file, also SkyRL's or VERL's.")
 
@@ -21,13 +21,10 @@ def explain_file(
 ) -> None:
     """Each key of a file: what it became, or why it is ignored or refused. Exit code 1 if something is refused."""
     from ..config import explain
-    from ..config.report import explained_json, print_explained
+    from ..config.report import explained_lines, explained_state
 
     explained = explain(file)
-    if json:
-        typer.echo(explained_json(explained))
-    else:
-        print_explained(explained)
+    say(explained_state(explained), explained_lines(explained), json)
     raise typer.Exit(1 if explained.refused else 0)
 
 
@@ -45,13 +42,10 @@ def show(
     rolloutmq config show --config pool.yaml -- --tp 4
     """
     from ..config import load_settings
-    from ..config.report import print_settings, settings_json
+    from ..config.report import settings_lines, settings_state
 
     settings = load_settings(config, context=worker_context(flags or []))
-    if json:
-        typer.echo(settings_json(settings))
-    else:
-        print_settings(settings)
+    say(settings_state(settings), settings_lines(settings), json)
     settings.worker()
     settings.job()
     if "engine.model" in settings.said:

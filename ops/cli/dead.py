@@ -154,11 +154,9 @@ async def _drop_each(letters: DeadLetters, ids: list[str], json: bool) -> int:
 def _requeue_all(redis_url: str, pool: str, params: dict[str, Any], json: bool) -> int:
     """The operation that `ops run dead-requeue` is, here and now."""
     from ..operations import run_here
-    from ..terminal import ProgressLine
 
-    with ProgressLine() as line:
-        given = {name: value for name, value in params.items() if value is not None}
-        result = run_here("dead-requeue", given, redis_url, pool, line.report)
+    given = {name: value for name, value in params.items() if value is not None}
+    result = run_here("dead-requeue", given, redis_url, pool)
     for refusal in result["refusals"]:
         typer.secho(printable(refusal["why"]), fg="red", err=True)
     say(result, [f"requeued {result['requeued']}, refused {result['refused']}"], json)

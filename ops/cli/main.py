@@ -26,7 +26,6 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "Look": {
         "status": ("pool", "status", "Show the queue, the workers and the weights they serve."),
-        "workers": ("pool", "workers", "Show the workers, or how long their starts took."),
         "top": ("pool", "top", "Watch a pool live: its queue, workers, versions and speed."),
         "doctor": ("pool", "doctor", "Check Redis and this host, and say what to do."),
         "weights": ("weights", "weights", "Show weights versions in the pool's ledger."),

@@ -12,6 +12,7 @@ import typer
 from ...messages.errors import ConfigError
 from ...messages.redis import DEFAULT_URL
 from ..flags import parse_extra
+from ..operations import run_here
 from ..operations.catalog import checked, operations
 from ..redis import reach
 from ..terminal import ProgressLine, printable
@@ -58,7 +59,7 @@ def run(
     checked(name, params)  # before anything is connected to
     if here:
         reach(redis, pool)
-        raise typer.Exit(_run_here(name, params, redis, pool))
+        raise typer.Exit(_say_result(name, run_here(name, params, redis, pool)))
     with _queue(ops_redis or redis, pool) as queue:
         run_id = queue.submit(name, params, None if once_per is None else period("--once-per", once_per))
         if not wait:
@@ -106,7 +107,7 @@ def list_operations(
 ) -> None:
     """List the operations that there are, and their runs: queued, under way, or ended within the last days."""
     kinds: list[dict[str, Any]] = [
-        {"name": name, "help": kind.help(), "params": _described(kind.params.model_json_schema())}
+        {"name": name, "help": kind.help, "params": _described(kind.params.model_json_schema())}
         for name, kind in operations().items()
     ]
     with _queue(ops_redis or redis, pool) as queue:
@@ -130,11 +131,10 @@ def worker(
     """Run a pool's operations, one at a time, until SIGTERM or Ctrl-C (the one under way is finished first)."""
     log_to_stderr(log_level)
     with _queue(ops_redis or redis, pool, patient=True) as queue:
-        from ..operations.rq_job import Surroundings
         from ..operations.rq_queue import OperationWorker
 
         operations()
-        OperationWorker(queue.redis, Surroundings(redis, pool)).work(burst=burst, logging_level=None)
+        OperationWorker(queue.redis, redis, pool).work(burst=burst, logging_level=None)
 
 
 def _queue(redis_url: str, pool: str, **how: bool) -> OperationQueue:
@@ -143,15 +143,6 @@ def _queue(redis_url: str, pool: str, **how: bool) -> OperationQueue:
     queue = OperationQueue(redis_url, pool, **how)
     reach(redis_url, pool)  # not one of the pool's later servers, where nobody would look
     return queue
-
-
-def _run_here(name: str, params: dict[str, Any], redis_url: str, pool: str) -> int:
-    from ..operations import run_here
-
-    with ProgressLine() as line:
-        result = run_here(name, params, redis_url, pool, line.report)
-    typer.echo(json_module.dumps(result))
-    return int(operations()[name].found_trouble(result))
 
 
 def _tell_if_nobody_runs(queue: OperationQueue) -> bool:
@@ -177,9 +168,13 @@ def _follow(queue: OperationQueue, run_id: str, timeout: float | None) -> int:
     if run.state != "finished":
         typer.secho(f"{run.state}: {printable(run.error)}" if run.error else run.state, fg="red", err=True)
         return 1
-    typer.echo(json_module.dumps(run.result))
-    kind = operations().get(run.operation)
-    return int(kind is not None and run.result is not None and kind.found_trouble(run.result))
+    return _say_result(run.operation, run.result)
+
+
+def _say_result(name: str, result: dict[str, Any] | None) -> int:
+    typer.echo(json_module.dumps(result))
+    kind = operations().get(name)
+    return int(kind is not None and result is not None and kind.found_trouble(result))
 
 
 def _progress(run: OperationRun) -> str:

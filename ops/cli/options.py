@@ -45,6 +45,9 @@ Pool = Annotated[str, typer.Option(envvar="ROLLOUTMQ_POOL", help="Name of the po
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+Target = Annotated[float, seconds("Seconds in which workers that are wanted do what waits.", 1.0)]
+Stabilise = Annotated[float, seconds("Seconds for which a worker that leaves was not needed.")]
+StartTakes = Annotated[float, seconds("Seconds from a worker's start until it serves.", name="--start-takes")]
 LEVELS = ("debug", "info", "warning", "error")
 
 

@@ -9,33 +9,41 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...messages.defaults import DEFAULT_URL
-from .options import Json, LogLevel, Pool, RedisUrl, Yes, log_to_stderr, say, seconds
+from .options import (
+    Json,
+    LogLevel,
+    Pool,
+    RedisUrl,
+    Stabilise,
+    StartTakes,
+    Target,
+    Yes,
+    log_to_stderr,
+    say,
+    seconds,
+)
 
 if TYPE_CHECKING:
     from ...messages.broker import Broker
 
 
-def status(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Json = False) -> None:
-    """Show the queue, the workers and the weights they serve."""
-    from ..status import pool_state, status_lines
-
-    state = asyncio.run(pool_state(redis, pool))
-    say(state, status_lines(state), json)
-
-
-def workers(
+def status(
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
-    startup: Annotated[bool, typer.Option("--startup", help="How long the start of each took, by phase.")] = False,
+    startup: Annotated[
+        bool, typer.Option("--startup", help="How long the start of each worker took, by phase.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Show the workers, or how long their starts took."""
-    from ..status import pool_state, startup_lines, workers_lines
+    """Show the queue, the workers and the weights they serve."""
+    from ..status import pool_state, startup_lines, status_lines
 
     state = asyncio.run(pool_state(redis, pool))
-    found = state["workers"]
-    told = [{"worker_id": w["worker_id"], "host": w["host"], "startup": w["startup"]} for w in found]
-    say(told if startup else found, startup_lines(state) if startup else workers_lines(state), json)
+    if startup:
+        told = [{name: one[name] for name in ("worker_id", "host", "startup")} for one in state["workers"]]
+        say(told, startup_lines(state), json)
+        return
+    say(state, status_lines(state), json)
 
 
 def top(
@@ -65,9 +73,9 @@ def exporter(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 9477,
     host: Annotated[str, typer.Option(help="Address to listen on; 127.0.0.1 for this host alone.")] = "0.0.0.0",
     every: Annotated[float, seconds("Seconds between two looks at the pool.", 1.0, 300.0)] = 5.0,
-    target: Annotated[float, seconds("Seconds in which workers that are wanted do what waits.", 1.0)] = 60.0,
-    stabilise: Annotated[float, seconds("Seconds until a worker that is not needed is not wanted.")] = 300.0,
-    startup: Annotated[float, seconds("Seconds from a worker's start until it serves.", name="--start-takes")] = 60.0,
+    target: Target = 60.0,
+    stabilise: Stabilise = 300.0,
+    startup: StartTakes = 60.0,
     deletion_costs: Annotated[
         bool, typer.Option("--deletion-costs", help="In a pod: tell Kubernetes which workers cost least to delete.")
     ] = False,

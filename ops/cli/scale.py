@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...messages.defaults import DEFAULT_URL
-from .options import LogLevel, Pool, RedisUrl, log_to_stderr, say, seconds
+from .options import LogLevel, Pool, RedisUrl, Stabilise, StartTakes, Target, log_to_stderr, say, seconds
 
 if TYPE_CHECKING:
     from ...producer.diagnosis import Reason
@@ -31,20 +31,18 @@ ENDS_S = 60.0
 """Seconds beyond its drain budget in which a worker that was told to leave has ended its engine, and itself."""
 scale = typer.Typer(add_completion=False, rich_markup_mode=None)
 up = typer.Typer(add_completion=False, rich_markup_mode=None)
-Model = Annotated[str | None, typer.Option(help="Of the workers: a folder, or a name on the hub.")]
 Logs = Annotated[Path | None, typer.Option(help="Folder for the workers' logs; default: a temporary one.")]
 
 
 @scale.command("scale", context_settings=PASSES_ON)
 def _scale(
     context: typer.Context,
-    model: Model = None,
     least: Annotated[int, typer.Option("--min", min=0, help="Workers that always run.")] = 0,
     most: Annotated[int, typer.Option("--max", min=0, help="Workers that run at most.")] = 4,
     gpus: Annotated[str, typer.Option(help="A GPU for each worker: 0,1,2,3; or several: 0+1,2+3.")] = "",
-    target: Annotated[float, seconds("Seconds in which what waits should be generated.", 1.0)] = 60.0,
-    stabilise: Annotated[float, seconds("Seconds for which a worker that leaves was not needed.")] = 300.0,
-    startup: Annotated[float, seconds("Seconds from a worker's start until it serves.", name="--start-takes")] = 60.0,
+    target: Target = 60.0,
+    stabilise: Stabilise = 300.0,
+    startup: StartTakes = 60.0,
     ready_within: Annotated[float, seconds("Seconds in which a worker must serve, or has failed.", 1.0)] = 1800.0,
     every: Annotated[float, seconds("Seconds between two looks.", 0.1)] = 2.0,
     explain: Annotated[bool, typer.Option("--explain", help="Only say what the pool needs, and why.")] = False,
@@ -67,7 +65,7 @@ def _scale(
     if json and not explain:
         raise typer.BadParameter("--json is for --explain.")
     settings = ScaleSettings(least, most, target, stabilise, startup)
-    flags = _with_model(model, context)
+    flags = context.args
     if explain:
         if flags:
             raise typer.BadParameter(f"--explain takes no flags of workers: {' '.join(flags)}")
@@ -86,7 +84,6 @@ def _scale(
 @up.command("up", context_settings=PASSES_ON)
 def _up(
     context: typer.Context,
-    model: Model = None,
     workers: Annotated[int, typer.Option(min=1, help="How many workers.")] = 1,
     gpus: Annotated[str, typer.Option(help="A GPU for each worker: 0,1; or several: 0+1,2+3.")] = "",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of Redis, on 127.0.0.1; 0 picks a free one.")] = 6379,
@@ -112,7 +109,7 @@ def _up(
         check_out("--directory", directory, folder=True)
     log_to_stderr(log_level)
     free = places(workers, _entries(gpus))
-    command, leave_s = _worker_command(_with_model(model, context), DEFAULT_URL, pool, workers)
+    command, leave_s = _worker_command(context.args, DEFAULT_URL, pool, workers)
     saved = directory is not None
     with (
         _folder(logs) as folder,
@@ -130,11 +127,6 @@ def _up(
             await _ready(scaler, exporter, [] if json else _ready_lines(workers, server.url), server)
 
         asyncio.run(_scale_until_stopped(server.url, pool, settings, means, free, beside))
-
-
-def _with_model(model: str | None, context: typer.Context) -> list[str]:
-    """The flags for workers."""
-    return [*(["--model", model] if model is not None else []), *context.args]
 
 
 def _entries(gpus: str) -> list[str]:

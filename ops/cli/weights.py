@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -81,5 +80,5 @@ def snapshots(
             typer.confirm(f"of {count} versions in {folder}, remove all but the newest {keep}?", abort=True, err=True)
         store.collect()
     found = weights_disk.snapshots(folder, verify=verify)
-    say([asdict(one) for one in found], weights_disk.lines(found), json)
-    raise typer.Exit(int(any(one.problem for one in found)))
+    say(found, weights_disk.lines(found), json)
+    raise typer.Exit(int(any(one["problem"] for one in found)))

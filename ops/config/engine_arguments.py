@@ -28,9 +28,9 @@ def engine(name: str, why: str = "") -> Rule:
     return Rule(lambda value: {engine_setting(name): value}, why)
 
 
-def when(wanted: bool, told: Told, why: str = "") -> Rule:
+def when(wanted: bool, told: Told) -> Rule:
     """A switch that sets something in one of its positions only."""
-    return Rule(lambda value: dict(told) if _switch(value) is wanted else {}, why)
+    return Rule(lambda value: dict(told) if _switch(value) is wanted else {})
 
 
 def _switch(value: Any, allowed: str = "true or false") -> bool:

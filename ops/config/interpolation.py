@@ -48,22 +48,20 @@ class Resolver:
             return text
         if depth > _DEPTH:
             raise CannotResolve(f"{'.'.join(path)}: interpolations are nested at most {_DEPTH} deep")
-        parts: list[Any] = []
+        parts: list[str] = []
         at = 0
         while (start := text.find("${", at)) >= 0:
             if start and text[start - 1] == "\\":
                 parts.append(f"{text[at : start - 1]}${{")
                 at = start + 2
                 continue
-            parts.append(text[at:start])
             end = _end(text, start + 2)
-            parts.append(_Found(self._inside(text[start + 2 : end], path, depth)))
+            found = self._inside(text[start + 2 : end], path, depth)
+            if start == 0 and end == len(text) - 1:
+                return found
+            parts += [text[at:start], str(found)]
             at = end + 1
-        parts.append(text[at:])
-        parts = [part for part in parts if part != ""]
-        if len(parts) == 1 and isinstance(parts[0], _Found):
-            return parts[0].value
-        return "".join(str(part.value) if isinstance(part, _Found) else part for part in parts)
+        return "".join([*parts, text[at:]])
 
     def _inside(self, body: str, path: tuple[str, ...], depth: int) -> Any:
         function, *rest = _split(body, ":", 1)
@@ -129,11 +127,6 @@ class Resolver:
 
 class _Nothing(CannotResolve):
     """There is no such name."""
-
-
-class _Found:
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def _end(text: str, start: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +15,10 @@ from .document import read_document
 from .interpolation import Resolver
 from .settings import PLAIN_JOB, SECTIONS, Settings, hidden
 from .sources import apply, from_environment, from_flags
-from .translate import Translation, Whole
+from .translate import Block, Explained
 
 OWN = "rolloutmq"
 """Top-level key of our own sections in somebody else's file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """SkyRL's or VERL's settings in a file.
-
-    kind: "skyrl" or "verl". path: of keys that lead to it; () if the file is nothing but its inside.
-    """
-
-    kind: str
-    path: tuple[str, ...]
-    values: Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class Explained:
-    """A file, key by key. block: where SkyRL's or VERL's settings were found; None in a file of ours."""
-
-    file: str
-    block: Block | None
-    settings: Settings
-    fates: list[Fate] = field(default_factory=list)
-
-    @property
-    def refused(self) -> list[Fate]:
-        """The keys that ask for something that cannot be done."""
-        return [fate for fate in self.fates if fate.verdict == "refused"]
 
 
 def load_settings(
@@ -76,17 +48,16 @@ def explain(file: Path, environment: Mapping[str, str] | None = None) -> Explain
     """The fate of every key of a file. Raises ConfigError if it cannot be read, or its kind cannot be told."""
     document = read_document(file)
     block = find_block(document, file)
-    translation = Translation(str(file), Resolver(document, environment), OWN)
+    explained = Explained(str(file), Resolver(document, environment), OWN, block)
     ours = document
     if block is not None:
         module = skyrl if block.kind == "skyrl" else verl
-        translation.block(block.values, module.table(block.values), block.path)
-        _around(translation, document, block, module.BESIDE)
+        explained.translate(block.values, module.table(block.values), block.path)
+        _around(explained, document, block, module.BESIDE)
         ours = document.get(OWN) or {}
     elif OWN in document:
         ours = document[OWN]
-    _own(translation, ours, (OWN,) if ours is not document else ())
-    explained = Explained(str(file), block, translation.settings, translation.fates)
+    _own(explained, ours, (OWN,) if ours is not document else ())
     _check(explained)
     return explained
 
@@ -134,7 +105,6 @@ def _strange(document: Mapping[str, Any]) -> str:
 
 def _tells(rule: Any) -> bool:
     """Whether a setting may depend on a key with this rule."""
-    rule = rule.rule if isinstance(rule, Whole) else rule
     return not isinstance(rule, Rule) or rule.read is not None or bool(rule.refuse)
 
 
@@ -152,7 +122,7 @@ def _blocks(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Block]
 
 
 def _around(
-    translation: Translation, document: Mapping[str, Any], block: Block, beside: Mapping[tuple[str, ...], Rule]
+    explained: Explained, document: Mapping[str, Any], block: Block, beside: Mapping[tuple[str, ...], Rule]
 ) -> None:
     """The fate of what stands beside the block: the keys that engines need, and the rest by its top key."""
     for path, rule in beside.items():
@@ -160,7 +130,7 @@ def _around(
         for part in path[:-1]:
             values = values.get(part) if isinstance(values, Mapping) else None
         if isinstance(values, Mapping) and path[-1] in values:
-            translation.key(path, values[path[-1]], rule)
+            explained.key(path, values[path[-1]], rule)
     values = document
     for depth, part in enumerate(block.path):
         for key, value in values.items():
@@ -170,41 +140,41 @@ def _around(
                 why = "for the trainer, but for what is listed above" if used else "for the trainer"
                 if key == "defaults" and depth == 0:
                     why = "Hydra composes files: write out what it composed (--cfg job --resolve) to have all of it"
-                translation.ignore((*block.path[:depth], key), shown, why)
+                explained.ignore((*block.path[:depth], key), shown, why)
         values = values[part]
 
 
-def _own(translation: Translation, values: Any, path: tuple[str, ...]) -> None:
+def _own(explained: Explained, values: Any, path: tuple[str, ...]) -> None:
     """Our own sections."""
     if values is None:
         return
     if not isinstance(values, Mapping):
-        translation.refuse(path, values, f"a mapping of {', '.join(SECTIONS)} is needed")
+        explained.refuse(path, values, f"a mapping of {', '.join(SECTIONS)} is needed")
         return
     for section, inside in values.items():
         here = (*path, section)
         if section not in SECTIONS:
-            translation.refuse(here, inside, f"no such section{nearest(section, SECTIONS)}; {', '.join(SECTIONS)}")
+            explained.refuse(here, inside, f"no such section{nearest(section, SECTIONS)}; {', '.join(SECTIONS)}")
         elif not isinstance(inside, Mapping):
-            translation.refuse(here, inside, "a mapping is needed")
+            explained.refuse(here, inside, "a mapping is needed")
         elif section in {"job", "eval"}:
-            _own_job(translation, section, inside, here)
+            _own_job(explained, section, inside, here)
         else:
-            _own_fields(translation, section, inside, here)
+            _own_fields(explained, section, inside, here)
 
 
-def _own_fields(translation: Translation, section: str, values: Mapping[str, Any], path: tuple[str, ...]) -> None:
+def _own_fields(explained: Explained, section: str, values: Mapping[str, Any], path: tuple[str, ...]) -> None:
     for key, value in values.items():
         if section == "engine" and key == "extra" and isinstance(value, Mapping):
             for name, item in value.items():
-                translation.put((*path, key, name), item, f"engine.extra.{name}")
+                explained.put((*path, key, name), item, f"engine.extra.{name}")
         else:
-            translation.put((*path, key), value, f"{section}.{key}")
+            explained.put((*path, key), value, f"{section}.{key}")
 
 
-def _own_job(translation: Translation, section: str, values: Mapping[str, Any], path: tuple[str, ...]) -> None:
-    _own_fields(translation, section, {name: value for name, value in values.items() if name in PLAIN_JOB}, path)
-    translation.sampling(path, {name: values[name] for name in values if name not in PLAIN_JOB}, section, "auto")
+def _own_job(explained: Explained, section: str, values: Mapping[str, Any], path: tuple[str, ...]) -> None:
+    _own_fields(explained, section, {name: value for name, value in values.items() if name in PLAIN_JOB}, path)
+    explained.sampling(path, {name: values[name] for name in values if name not in PLAIN_JOB}, section, "auto")
 
 
 def _check(explained: Explained) -> None:

@@ -1,27 +1,23 @@
-"""Prints what a configuration means, for people and for programs."""
+"""What a configuration means, as plain data and as lines for people."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from ...messages.dialects import Fate
-from ..terminal import printable
-from .load import Explained
 from .settings import Settings, hidden
+from .translate import Explained
 
-COLOURS = {"became": "green", "ignored": "dim", "refused": "red"}
+KINDS = {"skyrl": "SkyRL's generator block", "verl": "VERL's rollout block"}
 
 
-def explained_json(explained: Explained) -> str:
+def explained_state(explained: Explained) -> Any:
     """{"file", "kind", "block", "keys": [{"key", "value", "verdict", "what"}], "settings": {name: value}, "refused"}"""
     block = explained.block
-    return json.dumps(
+    return _plain(
         {
             "file": explained.file,
             "kind": "rolloutmq" if block is None else block.kind,
@@ -32,49 +28,39 @@ def explained_json(explained: Explained) -> str:
             ],
             "settings": {name: hidden(name, setting.value) for name, setting in explained.settings.said.items()},
             "refused": len(explained.refused),
-        },
-        default=_as_json,
+        }
     )
 
 
-def print_explained(explained: Explained) -> None:
+def explained_lines(explained: Explained) -> Iterator[str]:
     """A table of the keys, the refused ones again at its end."""
-    block, console = explained.block, _console()
-    if block is None:
-        console.print(f"[bold]{_plain(explained.file)}[/bold]: settings of this package")
-    else:
-        where = ".".join(block.path) or "the file itself"
-        kind = {"skyrl": "SkyRL's generator block", "verl": "VERL's rollout block"}[block.kind]
-        console.print(f"[bold]{_plain(explained.file)}[/bold]: {kind}, {_plain(where)}")
-    table = Table("key", "value", "", "what", box=None, pad_edge=False)
-    for fate in explained.fates:
-        colour = COLOURS[fate.verdict]
-        table.add_row(_plain(fate.key), _short(_value(fate)), f"[{colour}]{fate.verdict}[/{colour}]", _plain(fate.what))
-    console.print(table)
+    block = explained.block
+    where = "" if block is None else ".".join(block.path) or "the file itself"
+    told = "settings of this package" if block is None else f"{KINDS[block.kind]}, {where}"
+    yield f"{explained.file}: {told}"
+    rows = [(fate.key, _short(_value(fate)), str(fate.verdict), fate.what) for fate in explained.fates]
+    yield from _table([("key", "value", "", "what"), *rows])
     counts = Counter(fate.verdict for fate in explained.fates)
-    console.print(f"{counts['became']} keys became settings, {counts['ignored']} ignored, {counts['refused']} refused")
+    yield f"{counts['became']} keys became settings, {counts['ignored']} ignored, {counts['refused']} refused"
     for fate in explained.refused:
-        console.print(f"[red]refused[/red] {_plain(fate.key)}: {_plain(fate.what)}")
+        yield f"refused {fate.key}: {fate.what}"
 
 
-def settings_json(settings: Settings) -> str:
+def settings_state(settings: Settings) -> Any:
     """{name: {"value", "source"}} of every setting."""
-    rows = {name: {"value": value, "source": source} for name, value, source in settings.shown()}
-    return json.dumps(rows, default=_as_json)
+    return _plain({name: {"value": value, "source": source} for name, value, source in settings.shown()})
 
 
-def print_settings(settings: Settings) -> None:
+def settings_lines(settings: Settings) -> Iterator[str]:
     """A table of every setting."""
-    table = Table("setting", "value", "from", box=None, pad_edge=False)
-    for name, value, source in settings.shown():
-        colour = "dim" if source == "default" else "bold"
-        table.add_row(_plain(name), _short(value), f"[{colour}]{_plain(source)}[/{colour}]")
-    _console().print(table)
+    rows = [(name, _short(value), source) for name, value, source in settings.shown()]
+    return _table([("setting", "value", "from"), *rows])
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=220)
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _value(fate: Fate) -> Any:
@@ -82,13 +68,12 @@ def _value(fate: Fate) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=_as_json)
-    return _plain(text if len(text) <= 48 else f"{text[:45]}...")
+    text = value if isinstance(value, str) else json.dumps(_plain(value))
+    return text if len(text) <= 48 else f"{text[:45]}..."
 
 
-def _as_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set | frozenset) else str(value)
-
-
-def _plain(text: str) -> str:
-    return escape(printable(text))
+def _plain(value: Any) -> Any:
+    """What JSON has of it: a set as a sorted list, and the text of what it does not know."""
+    return json.loads(
+        json.dumps(value, default=lambda one: sorted(one) if isinstance(one, set | frozenset) else str(one))
+    )

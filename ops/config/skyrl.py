@@ -14,12 +14,12 @@ from typing import Any
 from ...messages.dialects import Rule
 from . import engine_arguments as engine
 from .engine_arguments import SGLANG, VLLM, VLLM_OTHER, Told
-from .translate import Arguments, Sampling, Table, Whole
+from .translate import Arguments, Sampling, Table
 
 _HTTP = Rule(why="for HTTP, where no worker listens")
 _NO_HTTP = "false: nothing of the pool listens on HTTP; SkyRLEngine.chat_completion and .completion take such bodies"
 _VLLM = Rule(why="about vLLM's processes")
-_RENDERED = Whole(Rule(why="SkyRL's generator renders conversations itself, and sends ids"))
+_RENDERED = Rule(why="SkyRL's generator renders conversations itself, and sends ids")
 
 
 def _backend(value: Any) -> Told:
@@ -58,7 +58,7 @@ def _engine(*, vllm: bool) -> dict[str, Any]:
         "backend": engine.ENGINES,
         "weight_sync_backend": Rule(_backend, "NCCL, CUDA IPC or TCP, as the hosts have it"),
         "weight_transfer_threshold_cuda_ipc_GB": Rule(_gigabytes),
-        "delta_weight_sync": Whole(Rule(refuse="whole versions are sent, not differences")),
+        "delta_weight_sync": Rule(refuse="whole versions are sent, not differences"),
         "tensor_parallel_size": engine.TP,
         "pipeline_parallel_size": engine.PP,
         "vllm_v1_disable_multiproc": _VLLM,
@@ -73,10 +73,10 @@ def _engine(*, vllm: bool) -> dict[str, Any]:
         "distributed_executor_backend": _VLLM,
         "language_model_only": engine.PARTS,
         "engine_init_kwargs": Arguments(VLLM, VLLM_OTHER) if vllm else Arguments(SGLANG),
-        "speculative_config": Whole(Rule(refuse="the weights of a draft model would not be updated")),
+        "speculative_config": Rule(refuse="the weights of a draft model would not be updated"),
         "enable_pd": Rule(refuse="prefill and decoding run in one engine here", unless=(False,)),
         "num_prefill": Rule(refuse="prefill and decoding run in one engine here", unless=(0,)),
-        "router_init_kwargs": Whole(engine.CLUSTER),
+        "router_init_kwargs": engine.CLUSTER,
         "async_engine": engine.CLIENTS,
         "override_existing_update_group": Rule(why="groups are kept or made anew as the roster needs it"),
     }

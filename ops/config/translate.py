@@ -32,27 +32,43 @@ class Arguments:
     refuse: str = ""
 
 
+Table = Mapping[str, "Rule | Sampling | Arguments | Table"]
+"""A Rule reads a value, also a mapping as a whole. The others go through a mapping."""
+
+
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A mapping that is read as a whole by one rule."""
+class Block:
+    """SkyRL's or VERL's settings in a file.
 
-    rule: Rule
+    kind: "skyrl" or "verl". path: of keys that lead to it; () if the file is nothing but its inside.
+    """
 
-
-Table = Mapping[str, "Rule | Sampling | Arguments | Whole | Table"]
+    kind: str
+    path: tuple[str, ...]
+    values: Mapping[str, Any]
 
 
 @dataclass(slots=True)
-class Translation:
-    """The settings of one file. file: its name. wins: keys that begin so win over others. fates: one for each key."""
+class Explained:
+    """A file, key by key: the settings in it, and one of the fates for each key.
+
+    file: its name. wins: keys that begin so win over others. block: where SkyRL's or VERL's settings were found; None
+    in a file of ours.
+    """
 
     file: str
     resolver: Resolver
-    wins: str = ""
+    wins: str
+    block: Block | None
     settings: Settings = field(default_factory=Settings)
     fates: list[Fate] = field(default_factory=list)
 
-    def block(self, values: Mapping[str, Any], table: Table, path: tuple[str, ...]) -> None:
+    @property
+    def refused(self) -> list[Fate]:
+        """The keys that ask for something that cannot be done."""
+        return [fate for fate in self.fates if fate.verdict == "refused"]
+
+    def translate(self, values: Mapping[str, Any], table: Table, path: tuple[str, ...]) -> None:
         """Go through the mapping at `path`."""
         for key, value in values.items():
             here = (*path, key)
@@ -62,8 +78,6 @@ class Translation:
                     self.refuse(here, value, f"no key of this name is known here{nearest(key, list(table))}")
                 case Rule():
                     self.key(here, value, rule)
-                case Whole(whole):
-                    self.key(here, value, whole)
                 case _:
                     self._inside(here, value, rule)
 
@@ -84,7 +98,7 @@ class Translation:
                 for name, item in value.items():
                     self.key((*path, name), item, rules.get(name) or _argument(name, why))
             case _:
-                self.block(value, rule, path)
+                self.translate(value, rule, path)
         return None
 
     def key(self, path: tuple[str, ...], value: Any, rule: Rule) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from ...messages.dialects import RULES, Rule
 from . import engine_arguments as engine
 from .engine_arguments import SGLANG, Told, off, when
-from .translate import Arguments, Sampling, Table, Whole
+from .translate import Arguments, Sampling, Table
 
 _TRAINER = Rule(why="about the trainer's own forward passes")
 _TRACES = Rule(why="VERL's own traces and dumps are written by VERL")
@@ -81,20 +81,20 @@ def table(block: Mapping[str, Any]) -> Table:
         "full_determinism": when(True, {"engine.deterministic": True}),
         "quantization": engine.engine("quantization"),
         "quantization_config_file": Rule(refuse="say it as engine.extra, in SGLang's terms"),
-        "qat": Whole(off("engines serve weights in the dtype they are sent in", "enable")),
-        "mtp": Whole(off("the weights of a draft model would not be updated", "enable", "enable_rollout")),
-        "disaggregation": Whole(off("prefill and decoding run in one engine here", "enabled")),
+        "qat": off("engines serve weights in the dtype they are sent in", "enable"),
+        "mtp": off("the weights of a draft model would not be updated", "enable", "enable_rollout"),
+        "disaggregation": off("prefill and decoding run in one engine here", "enabled"),
         "limit_images": Rule(_images),
         "skip_tokenizer_init": engine.NO_TOKENIZER,
         "engine_kwargs": {
             "sglang": Arguments(SGLANG),
-            **dict.fromkeys(("vllm", "trtllm"), Whole(engine.ENGINES)),
-            "rolloutmq": Whole(Rule(why="for verl's side of the pool")),
+            **dict.fromkeys(("vllm", "trtllm"), engine.ENGINES),
+            "rolloutmq": Rule(why="for verl's side of the pool"),
         },
         "disable_log_stats": engine.COUNTS,
-        "prometheus": Whole(engine.COUNTS),
+        "prometheus": engine.COUNTS,
         **dict.fromkeys(("sglang_engine_mode", "sglang_rollout_mode"), _PROCESS),
-        "server": Whole(Rule(why="there is no server between client and engine: retries are the broker's")),
+        "server": Rule(why="there is no server between client and engine: retries are the broker's"),
         "free_cache_engine": Rule(why="standalone engines do not sleep") if standalone else engine.SLEEPS,
         **dict.fromkeys(("enable_sleep_mode", "multi_stage_wake_up"), _SLEEP),
         "use_preprocessed_multimodal_input": Rule(why="for vLLM"),
@@ -103,23 +103,23 @@ def table(block: Mapping[str, Any]) -> Table:
             "_target_": _TARGET,
             "backend": Rule(why="NCCL, CUDA IPC or TCP, as the hosts have it"),
             "update_weights_bucket_megabytes": Rule(_megabytes),
-            "engine_kwargs": Whole(_CHECKPOINT_ENGINE),
+            "engine_kwargs": _CHECKPOINT_ENGINE,
             "custom_backend_module": _CHECKPOINT_ENGINE,
         },
         "update_weights_bucket_megabytes": Rule(_megabytes),
         "checkpoint_manager_class": _CHECKPOINT_ENGINE,
         "layered_summon": Rule(why="tensors are gathered one at a time anyway"),
-        "layer_name_map": Whole(Rule(why="names are mapped by WeightPublisher(rename=...)")),
+        "layer_name_map": Rule(why="names are mapped by WeightPublisher(rename=...)"),
         "use_shm": Rule(why="models are loaded from where they are"),
         # the trainer's
         "over_sample_rate": Rule(why="how many samples are enough is the trainer's: it cancels the rest"),
         **dict.fromkeys(_FORWARD, _TRAINER),
-        "custom": Whole(engine.EPISODES),
+        "custom": engine.EPISODES,
         "multi_turn": dict.fromkeys(MULTI_TURN, engine.EPISODES),
-        "agent": dict.fromkeys(AGENT, Whole(engine.EPISODES)),
-        **dict.fromkeys(("trace", "skip"), Whole(_TRACES)),
+        "agent": dict.fromkeys(AGENT, engine.EPISODES),
+        **dict.fromkeys(("trace", "skip"), _TRACES),
         **dict.fromkeys(("skip_rollout", "skip_dump_dir"), _TRACES),
-        "profiler": Whole(Rule(why="an engine is profiled when it is told to, it is no setting")),
+        "profiler": Rule(why="an engine is profiled when it is told to, it is no setting"),
     }
 
 

@@ -6,7 +6,6 @@ A short supervised warm-up makes it a weak policy. That stands for the base mode
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch
 
 from ...worker.cpu_support import prepare_transformers
 from ..files import save_model
+from ..tiny_model import random_qwen2
 from .task import ANSWER_TOKENS, BOS, EOS, PAD, PROMPT_TOKENS, UNK, VOCABULARY, Problem, draw, reward, token_rewards
 
-WIDTH, LAYERS, HEADS = 64, 2, 4
+WIDTH, LAYERS = 64, 2
 CONTEXT = 128
 TARGET = 0.27
 BATCH = 64
@@ -30,25 +30,9 @@ TRIAL_PROMPTS = 256
 
 def make_model(seed: int) -> Any:
     """A transformers Qwen2ForCausalLM with random float32 weights, about 134 thousand parameters, untied embeddings."""
-    prepare_transformers()
-    from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415 – seconds of imports
-
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        initializer_range=0.05,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-    )
-    return Qwen2ForCausalLM(config).to(torch.float32)
+    small = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "initializer_range": 0.05}
+    model = random_qwen2(seed, len(VOCABULARY), WIDTH, LAYERS, max_position_embeddings=CONTEXT, **small)
+    return model.to(torch.float32)
 
 
 def make_tokenizer() -> Any:
@@ -93,17 +77,11 @@ def token_logprobs(model: Any, sequences: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(-1, picked).squeeze(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class Warmup:
-    """The supervised phase: its steps, its seconds, and the mean reward of samples drawn after it."""
+def warm_up(model: Any, rng: np.random.Generator) -> dict[str, float]:
+    """Supervised steps on worked examples until samples earn `TARGET`; changes `model`.
 
-    steps: int
-    seconds: float
-    reward: float
-
-
-def warm_up(model: Any, rng: np.random.Generator) -> Warmup:
-    """Supervised steps on worked examples until samples earn `TARGET`; changes `model`."""
+    Returns the steps, the seconds, and the mean reward of samples drawn after them.
+    """
     began = time.monotonic()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.01)
     earned, steps = 0.0, 0
@@ -116,7 +94,7 @@ def warm_up(model: Any, rng: np.random.Generator) -> Warmup:
         steps += 1
         if steps % LOOK_EVERY == 0:
             earned = sampled_reward(model, _problems(rng, TRIAL_PROMPTS))
-    return Warmup(steps, time.monotonic() - began, earned)
+    return {"steps": steps, "seconds": round(time.monotonic() - began, 2), "reward": round(earned, 4)}
 
 
 def sampled_reward(model: Any, problems: list[Problem]) -> float:

@@ -105,9 +105,9 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             return None
 
-    def last_words(self, lines: int = 15) -> str:
+    def last_words(self) -> str:
         """The end of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
     def dispose(self) -> None:
         """Leave nothing behind."""

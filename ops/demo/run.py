@@ -23,7 +23,7 @@ from ..redis import EmbeddedRedis
 from .incidents import Incidents
 from .learner import Learner
 from .lines import LINE_EVERY, line
-from .model import Warmup, make_model, save_checkpoint, warm_up
+from .model import make_model, save_checkpoint, warm_up
 from .pool import PoolSettings, Workers
 from .report import draw_report
 from .summary import objections, summarise
@@ -132,13 +132,13 @@ class Demo:
             f"[{time.monotonic() - self._began:5.1f} s] {text}", markup=False, highlight=False, soft_wrap=True
         )
 
-    def _make_model(self) -> tuple[Any, Warmup]:
+    def _make_model(self) -> tuple[Any, dict[str, float]]:
         self._say(
             "making a tiny Qwen2-style model and its tokenizer; a short supervised warm-up stands for a base model"
         )
         model = make_model(self.seed)
         warmup = warm_up(model, np.random.default_rng([self.seed, 0]))
-        self._say(f"warm-up: {warmup.steps} supervised steps, {warmup.seconds:.1f} s, reward {warmup.reward:.2f}")
+        self._say("warm-up: {steps} supervised steps, {seconds:.1f} s, reward {reward:.2f}".format_map(warmup))
         shutil.rmtree(self.out / "model", ignore_errors=True)
         save_checkpoint(model, self.out / "model")
         return model, warmup

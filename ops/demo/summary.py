@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...sync.publish import PublishReport
-from .model import Warmup
 from .tally import Tally
 from .trainer import Step
 
@@ -19,7 +18,7 @@ def summarise(
     steps: Sequence[Step],
     tally: Tally,
     reports: Sequence[PublishReport],
-    warmup: Warmup,
+    warmup: dict[str, float],
     *,
     seconds_setup: float,
     seconds_training: float,
@@ -60,9 +59,7 @@ def summarise(
         "tokens_per_second": round(tally.tokens / seconds_training, 1) if seconds_training else 0.0,
         "warmup": {
             "what": "supervised steps on worked examples, in place of a base model; everything after them is RL",
-            "steps": warmup.steps,
-            "seconds": round(warmup.seconds, 2),
-            "reward": round(warmup.reward, 4),
+            **warmup,
         },
         "failed_jobs": tally.failures[:20],
     }

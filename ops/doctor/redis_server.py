@@ -250,7 +250,7 @@ async def _spread(broker: Broker) -> Finding:
     queued = sum((await broker.load()).queued)
     found += f", {sharing.count('below')} hold less than theirs, and {queued} jobs wait"
     advice = (
-        "See shares, and workers that are paused, with `rolloutmq workers`. Jobs that prefer a worker, sessions and "
+        "See shares, and workers that are paused, with `rolloutmq status`. Jobs that prefer a worker, sessions and "
         "jobs that were lost before stay where they are."
     )
     return Finding("spread", "warning", found, advice)

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import zlib
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -71,18 +70,11 @@ class OperationCancelled(RolloutMQError):
     """An operator cancelled the operation while it ran."""
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Redis and pool of a worker's operations. They come from its own settings, so no job can point it elsewhere."""
-
-    redis_url: str
-    pool: str
-
-
 class OperationJob(Job):
     """A job that can only be an operation."""
 
-    surroundings: Surroundings | None = None
+    serves: tuple[str, str] | None = None
+    """The Redis and the pool of the worker that runs it, from the worker's own settings: no job can point elsewhere."""
     cancelled = False
     """Whether an operator had cancelled it when its record was read."""
 
@@ -131,18 +123,13 @@ class OperationJob(Job):
         """Run the operation. A RolloutMQError is final, because a retry would raise it again; a RedisError is not."""
         try:
             name, params = self.call()
-            if self.surroundings is None:
+            if self.serves is None:
                 raise ConfigError("operations run in `rolloutmq ops worker`, not in a worker of RQ's own")
             self.connection.persist(self.key)
             notes = self.meta.get("notes") if isinstance(self.meta, dict) else None
-            work = run_operation(
-                name,
-                params,
-                redis_url=self.surroundings.redis_url,
-                pool=self.surroundings.pool,
-                report=self._report,
-                notes=notes if isinstance(notes, dict) else None,
-            )
+            redis_url, pool = self.serves
+            noted = notes if isinstance(notes, dict) else None
+            work = run_operation(name, params, redis_url=redis_url, pool=pool, report=self._report, notes=noted)
             return asyncio.run(self._unless_cancelled(work))
         except RolloutMQError as error:
             if not isinstance(error, RedisError):

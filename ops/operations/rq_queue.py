@@ -31,7 +31,7 @@ from rq.worker_registration import get_keys
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.redis import Keys, parse_one, redacted, told_as_ours
 from .catalog import checked
-from .rq_job import CANCELLED, ENTRY, ForeignJob, MsgpackSerializer, OperationJob, Surroundings
+from .rq_job import CANCELLED, ENTRY, ForeignJob, MsgpackSerializer, OperationJob
 
 PR_SET_PDEATHSIG = 1
 RESULT_TTL_S, FAILURE_TTL_S = 86400, 7 * 86400
@@ -94,7 +94,7 @@ class OperationQueue:
         self._told = told_as_ours(redacted(redis_url))
         self.redis = _connect(redis_url, **({} if patient else {"retry": _Retry()}))
         serializer: Any = MsgpackSerializer
-        self._queue = Queue(self.name, connection=self.redis, job_class=OperationJob, serializer=serializer)
+        self.rq = Queue(self.name, connection=self.redis, job_class=OperationJob, serializer=serializer)
 
     def __enter__(self) -> OperationQueue:
         self._told.__enter__()
@@ -114,7 +114,7 @@ class OperationQueue:
         given = to_jsonable_python(settings.model_dump(exclude_unset=True))
         run_id = None if once_per_s is None else self._slot_id([name, given], once_per_s)
         with contextlib.suppress(DuplicateJobError):  # RQ looks, saves and queues in one script
-            run_id = self._queue.enqueue_call(
+            run_id = self.rq.enqueue_call(
                 ENTRY,
                 args=(name, given),
                 timeout=chosen.timeout_s,
@@ -162,18 +162,18 @@ class OperationQueue:
             pipe.hset(OperationJob.key_for(run_id), CANCELLED, 1)
             if run.state != "started":
                 job = OperationJob.fetch(run_id, connection=self.redis, serializer=MsgpackSerializer)
-                pipe.lrem(self._queue.key, 0, run_id)
+                pipe.lrem(self.rq.key, 0, run_id)
                 job.set_status(JobStatus.FAILED, pipeline=pipe)
-                self._queue.failed_job_registry.add(job, FAILURE_TTL_S, pipeline=pipe)
+                self.rq.failed_job_registry.add(job, FAILURE_TTL_S, pipeline=pipe)
 
         self.redis.transaction(mark, OperationJob.key_for(run_id))
         return seen[-1]
 
     def runs(self, most: int = 100) -> list[OperationRun]:
         """Queued, running, finished, failed and cancelled operations, newest first, at most `most` of each."""
-        ids = [*self._queue.get_job_ids(0, most)]
+        ids = [*self.rq.get_job_ids(0, most)]
         for kind in (StartedJobRegistry, FinishedJobRegistry, FailedJobRegistry):
-            registry = kind(queue=self._queue)
+            registry = kind(queue=self.rq)
             ids += registry.get_job_ids(0, most - 1, desc=True, cleanup=False)
         found: list[OperationRun] = []
         for job_id in dict.fromkeys(ids):
@@ -185,7 +185,7 @@ class OperationQueue:
 
     def has_worker(self) -> bool:
         """Whether a worker listens, as far as RQ knows: one that was killed is listed for up to two minutes."""
-        return any(self.redis.exists(key) for key in get_keys(queue=self._queue))
+        return any(self.redis.exists(key) for key in get_keys(queue=self.rq))
 
 
 def _connect(redis_url: str, **settings: Any) -> Redis:
@@ -252,11 +252,11 @@ class OperationWorker(Worker):
 
     job_class = OperationJob
 
-    def __init__(self, connection: Redis, surroundings: Surroundings, **options: Any) -> None:
-        """connection: to the Redis that holds RQ's keys."""
-        self._surroundings = surroundings
+    def __init__(self, connection: Redis, redis_url: str, pool: str, **options: Any) -> None:
+        """connection: to the Redis that holds RQ's keys. redis_url, pool: what the operations work on."""
+        self._serves = redis_url, pool
         super().__init__(
-            [queue_name(surroundings.pool)],
+            [queue_name(pool)],
             connection=connection,
             job_class=OperationJob,
             serializer=MsgpackSerializer,
@@ -273,7 +273,7 @@ class OperationWorker(Worker):
     def perform_job(self, job: Job, queue: Queue) -> bool:
         """Like RQ's; the job gets the worker's Redis and pool first."""
         assert isinstance(job, OperationJob)
-        job.surroundings = self._surroundings
+        job.serves = self._serves
         return bool(super().perform_job(job, queue))
 
     def subscribe(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..redis import connected
+from ..terminal import ProgressLine
 from .catalog import Context, checked
 
 Report = Callable[[dict[str, Any]], None]
@@ -18,10 +19,10 @@ async def run_operation(
     """Check, connect, run; returns the operation's result. Raises RolloutMQError, or what the operation raises."""
     chosen, settings = checked(name, params)
     async with connected(redis_url, pool, patient=True) as redis:
-        result: dict[str, Any] = await chosen.run(Context(redis, pool, report, dict(notes or {}), redis_url), settings)
-        return result
+        return await chosen.run(Context(redis, pool, report, dict(notes or {}), redis_url), **dict(settings))
 
 
-def run_here(name: str, params: dict[str, Any], redis_url: str, pool: str, report: Report) -> dict[str, Any]:
-    """`run_operation` for callers without an event loop."""
-    return asyncio.run(run_operation(name, params, redis_url=redis_url, pool=pool, report=report))
+def run_here(name: str, params: dict[str, Any], redis_url: str, pool: str) -> dict[str, Any]:
+    """`run_operation` for a command, with its progress on stderr."""
+    with ProgressLine() as line:
+        return asyncio.run(run_operation(name, params, redis_url=redis_url, pool=pool, report=line.report))

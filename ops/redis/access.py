@@ -30,7 +30,7 @@ async def connected(
     if not all_shards and (count := parse_shards(redis_url).count) > 1:
         raise ConfigError(
             f"Redis URL {redacted(redis_url)!r}: this command looks at one shard, and the pool has {count}. Over all "
-            "of them work: status, workers, cancel, replies, job, submit, generate, worker, exporter, control, weights"
+            "of them work: status, cancel, replies, job, submit, generate, worker, exporter, control, weights"
         )
     redis = connect(redis_url, pool=pool)
     try:

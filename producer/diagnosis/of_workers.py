@@ -19,7 +19,7 @@ RESET = (
 )
 WAYS: dict[Cause, str] = {
     "restart-loop": "Read that worker's log: no memory (fewer --max-running), a broken GPU, or a job that kills it.",
-    "starting": "Wait: `rolloutmq workers --startup` shows how long starts took.",
+    "starting": "Wait: `rolloutmq status --startup` shows how long starts took.",
     "engine-down": "Wait for its restart; its log says why the engine died.",
     "quarantined": "Publish a version, or wait: after 30 s without one its engine is restarted.",
     "draining": "Start other workers: these were told to leave.",

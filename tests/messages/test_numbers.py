@@ -101,7 +101,7 @@ def test_the_walk_over_the_models_finds_numbers_wherever_they_are() -> None:
         "TensorSpec.shape",
         "WeightAnnouncement.port",
         "StopParams.drain_s",
-        "DeadRequeueParams.since",
+        "dead-requeue.since",
         "WorkerConfig.lease_s",
         "SGLangConfig.mem_fraction",
     } <= names

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from ....sync.transfer import Ledger
 from ...files import json_lines, lines
 from ...records import Records
 from ...submit import Defaults, line_fields
-from .operation import Context, Operation, Params, operation
+from .operation import Context, HostPath, operation
 
 SCORERS = "ROLLOUTMQ_SCORERS"
 """NAME=MODULE:FUNCTION, separated by commas: what a worker may score with. A job names one and brings no code."""
@@ -33,55 +33,51 @@ Scores = dict[int, dict[int, list[float]]]
 """version -> number of the prompt's line -> the scores of its samples"""
 
 
-class EvalSweepParams(Params):
-    """prompts: a file as of `rolloutmq submit`, on the worker's host; a line may have a `reference` for the scorer.
-    out: file for the scores there; a later run adds the version that the pool has then. scorer: a name in the worker's
-    $ROLLOUTMQ_SCORERS. n, max_new_tokens, temperature: for lines without their own. draws, confidence, seed: of the
-    bootstrap."""
+@operation(
+    timeout_s=24 * 3600,
+    found_trouble=lambda result: bool(result["failed"] or result["unscored"] or result["missing"]),
+)
+async def eval_sweep(
+    context: Context,
+    *,
+    prompts: HostPath,
+    out: HostPath,
+    scorer: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")],
+    n: Annotated[Int, Field(ge=1, le=4096)] = 1,
+    max_new_tokens: Annotated[Int, Field(ge=1)] = 256,
+    temperature: Annotated[Float, Field(ge=0)] = 1.0,
+    window: Annotated[Int, Field(ge=1, le=4096)] = 256,
+    draws: Annotated[Int, Field(ge=100, le=100_000)] = 2000,
+    confidence: Annotated[Float, Field(gt=0, lt=1)] = 0.95,
+    seed: Annotated[Int, Field(ge=0)] = 0,
+) -> dict[str, Any]:
+    """Score a file of prompts under the pool's version, and compare it with the versions scored before.
 
-    prompts: str = Field(pattern="^/")
-    out: str = Field(pattern="^/")
-    scorer: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
-    n: Int = Field(default=1, ge=1, le=4096)
-    max_new_tokens: Int = Field(default=256, ge=1)
-    temperature: Float = Field(default=1.0, ge=0)
-    window: Int = Field(default=256, ge=1, le=4096)
-    draws: Int = Field(default=2000, ge=100, le=100_000)
-    confidence: Float = Field(default=0.95, gt=0, lt=1)
-    seed: Int = Field(default=0, ge=0)
+    prompts: a file as of `rolloutmq submit`; a line may have a `reference` for the scorer. out: file for the scores; a
+    later run adds the version that the pool has then. scorer: a name in the worker's $ROLLOUTMQ_SCORERS. n,
+    max_new_tokens, temperature: for lines without their own. draws, confidence, seed: of the bootstrap.
 
-
-@operation
-class EvalSweep(Operation[EvalSweepParams]):
-    """Score a file of prompts under the pool's version, and compare it with the versions scored before."""
-
-    name = "eval-sweep"
-    params = EvalSweepParams
-    timeout_s = 24 * 3600
-
-    async def run(self, context: Context, params: EvalSweepParams) -> dict[str, Any]:
-        """The file says which samples have a score; jobs' ids follow from the sweep, the version and the line."""
-        score = scorer(params.scorer)
-        if "version" not in context.notes:
-            context.note(version=await _served(context))
-        version = int(context.notes["version"])
-        sweep = _Sweep(params, version)
-        try:
-            client = RolloutClient(
-                context.redis_url, context.pool, client_id=f"eval-{sweep.id}-{version}", before_ack=sweep.records.sync
-            )
-            async with client:
-                async for outcome in client.map(sweep.jobs(), window=params.window):
-                    sweep.take(outcome, score)
-                    context.progress(sweep.done, sweep.total, f"version {version}")
-            sweep.records.sync(now=True)
-            context.progress(sweep.done, sweep.total, f"version {version}", now=True)
-            return sweep.result()
-        finally:
-            sweep.records.close()
-
-    def found_trouble(self, result: dict[str, Any]) -> bool:
-        return bool(result["failed"] or result["unscored"] or result["missing"])
+    The file says which samples have a score; jobs' ids follow from the sweep, the version and the line.
+    """
+    score = _scorer(scorer)
+    if "version" not in context.notes:
+        context.note(version=await _served(context))
+    version = int(context.notes["version"])
+    defaults = Defaults(n=n, max_new_tokens=max_new_tokens, temperature=temperature)
+    sweep = _Sweep(Path(prompts), Path(out), scorer, defaults, version)
+    try:
+        client = RolloutClient(
+            context.redis_url, context.pool, client_id=f"eval-{sweep.id}-{version}", before_ack=sweep.records.sync
+        )
+        async with client:
+            async for outcome in client.map(sweep.jobs(), window=window):
+                sweep.take(outcome, score)
+                context.progress(sweep.done, sweep.total, f"version {version}")
+        sweep.records.sync(now=True)
+        context.progress(sweep.done, sweep.total, f"version {version}", now=True)
+        return sweep.result(lambda values: interval(values, draws, confidence, seed))
+    finally:
+        sweep.records.close()
 
 
 async def _served(context: Context) -> int:
@@ -91,7 +87,7 @@ async def _served(context: Context) -> int:
     return max(served) if served else await Ledger(context.redis, context.pool).committed()
 
 
-def scorer(name: str) -> Scorer:
+def _scorer(name: str) -> Scorer:
     """The worker's function of that name. Raises InvalidField for one that it does not have, and ConfigError."""
     known = dict(entry.split("=", 1) for entry in os.environ.get(SCORERS, "").split(",") if "=" in entry)
     if name not in known:
@@ -110,48 +106,27 @@ class _Sweep:
     Raises InvalidField or ConfigError for prompts that are no jobs, and for a file that is not this sweep's.
     """
 
-    def __init__(self, params: EvalSweepParams, version: int) -> None:
-        self._params, self._version = params, version
-        self._prompts, digest = _read(params)
+    def __init__(self, prompts: Path, out: Path, scorer: str, defaults: Defaults, version: int) -> None:
+        self._version = version
+        self._prompts, digest = _read(prompts, defaults)
         self.total = sum(fields["n"] for _, fields in self._prompts.values())
         self.scores: Scores = {}
         self._taken: set[tuple[int, int, int]] = set()
         self._counts = {"failed": 0, "unscored": 0, "mixed": 0}
-        self.records = Records("out", Path(params.out), "evaluation")
-        asked = params.model_dump(mode="json", include={"scorer", "n", "max_new_tokens", "temperature"})
-        try:
-            self.id = self._resume(asked | {"prompts": digest}) or self._begin(asked | {"prompts": digest})
-        except BaseException:
-            self.records.close()
-            raise
+        asked = {"scorer": scorer, "n": defaults.n, "max_new_tokens": defaults.max_new_tokens}
+        asked |= {"temperature": defaults.temperature, "prompts": digest}
+        begin = {"sweep": new_id()}
+        self.records = Records("out", out, "evaluation", asked=asked, begin=begin, restore=self._restore)
+
+    def _restore(self, first: dict[str, Any], records: list[Any]) -> None:
+        self.id = str(first["sweep"])
+        int(self.id, 16)
+        for record in records:
+            self._note(record)
 
     @property
     def done(self) -> int:
         return sum(version == self._version for version, _, _ in self._taken)
-
-    def _begin(self, asked: dict[str, Any]) -> str:
-        sweep_id = new_id()
-        self.records.write({"sweep": sweep_id, "asked": asked})
-        self.records.sync(now=True)
-        return sweep_id
-
-    def _resume(self, asked: dict[str, Any]) -> str | None:
-        path = self.records.path
-        try:
-            found, torn = self.records.read()
-            if not found and not torn:
-                return None
-            first, *samples = found
-            sweep_id, before = str(first["sweep"]), first["asked"]
-            int(sweep_id, 16)
-            for line in samples:
-                self._note(line)
-        except (InvalidField, LookupError, TypeError, ValueError, AttributeError):
-            raise ConfigError(f"{path} is no file of an evaluation; name another one") from None
-        if before != asked:
-            raise ConfigError(f"{path} has an evaluation that was asked for {before}; give the same, or another file")
-        self.records.drop_torn_end()
-        return sweep_id
 
     def jobs(self) -> Iterator[GenerateJob]:
         """A job for each prompt that lacks a score under this version."""
@@ -198,66 +173,59 @@ class _Sweep:
             of_version = self.scores.setdefault(line["versions"][0], {})
             of_version.setdefault(line["line"], []).append(float(line["score"]))
 
-    def result(self) -> dict[str, Any]:
+    def result(self, of: Callable[[list[float]], dict[str, float | None]]) -> dict[str, Any]:
         """Of each version mean and interval, and of each one but the first its difference to the one before."""
-        params = self._params
-        interval = Bootstrap(params.draws, params.confidence, params.seed)
         versions: list[dict[str, Any]] = []
         means: dict[int, dict[int, float]] = {}
         for version in sorted(self.scores):
             means[version] = {line: float(np.mean(scores)) for line, scores in self.scores[version].items()}
             samples = sum(map(len, self.scores[version].values()))
             row = {"version": version, "prompts": len(means[version]), "samples": samples}
-            versions.append(row | interval.of(list(means[version].values())))
+            versions.append(row | of(list(means[version].values())))
         differences = []
         for before, after in zip(sorted(means), sorted(means)[1:], strict=False):
             both = sorted(means[before].keys() & means[after].keys())
             row = {"version": after, "before": before, "prompts": len(both)}
-            differences.append(row | interval.of([means[after][line] - means[before][line] for line in both]))
+            differences.append(row | of([means[after][line] - means[before][line] for line in both]))
         missing = self.total - self.done  # taken from the pool by somebody else
         where = {"sweep": self.id, "out": str(self.records.path), "version": self._version, "missing": missing}
         return where | {"versions": versions, "differences": differences} | self._counts
 
 
-class Bootstrap:
-    """Confidence intervals of a mean, by resampling; the same for the same values. Samples of one prompt belong
-    together, so a value is the mean of a prompt's samples."""
+def interval(values: list[float], draws: int, confidence: float, seed: int) -> dict[str, float | None]:
+    """mean, low and high, by resampling; the same for the same values, and None where there are too few of them.
 
-    def __init__(self, draws: int, confidence: float, seed: int) -> None:
-        self._draws, self._confidence, self._seed = draws, confidence, seed
-
-    def of(self, values: list[float]) -> dict[str, float | None]:
-        """mean, low and high; None where there are too few values."""
-        if not values:
-            return {"mean": None, "low": None, "high": None}
-        given, draw = np.array(values), np.random.default_rng(self._seed)
-        if len(values) == 1:
-            return {"mean": float(given[0]), "low": None, "high": None}
-        means: npt.NDArray[np.float64] = np.array(
-            [given[draw.integers(len(given), size=len(given))].mean() for _ in range(self._draws)]
-        )
-        tail = (1 - self._confidence) / 2
-        low, high = np.quantile(means, [tail, 1 - tail])
-        return {"mean": float(given.mean()), "low": float(low), "high": float(high)}
+    Samples of one prompt belong together, so a value is the mean of a prompt's samples.
+    """
+    if not values:
+        return {"mean": None, "low": None, "high": None}
+    given, draw = np.array(values), np.random.default_rng(seed)
+    if len(values) == 1:
+        return {"mean": float(given[0]), "low": None, "high": None}
+    means: npt.NDArray[np.float64] = np.array(
+        [given[draw.integers(len(given), size=len(given))].mean() for _ in range(draws)]
+    )
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return {"mean": float(given.mean()), "low": float(low), "high": float(high)}
 
 
-def _read(params: EvalSweepParams) -> tuple[dict[int, tuple[dict[str, Any], dict[str, Any]]], str]:
+def _read(prompts: Path, defaults: Defaults) -> tuple[dict[int, tuple[dict[str, Any], dict[str, Any]]], str]:
     """Each line as it is and as a job's fields, by its number, and the file's digest."""
     digest = hashlib.sha256()
 
     def raw() -> Iterator[bytes]:
-        for line in lines("prompts", Path(params.prompts)):
+        for line in lines("prompts", prompts):
             digest.update(line)
             yield line
 
-    defaults = Defaults(n=params.n, max_new_tokens=params.max_new_tokens, temperature=params.temperature)
     found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
     for number, given in json_lines(raw()):
         line = given if isinstance(given, dict) else {"text": given}
         asked = {name: value for name, value in line.items() if name != "reference"}
         found[number] = line, line_fields(f"line {number}", asked, defaults)
     if not found:
-        raise ConfigError(f"{params.prompts} has no prompts")
+        raise ConfigError(f"{prompts} has no prompts")
     return found, digest.hexdigest()
 
 

@@ -1,4 +1,5 @@
-"""What an operation is: a name, parameters that are checked before it starts, and a `run` that may be repeated.
+"""What an operation is: a function that may be repeated. Its name and its parameters, which are checked before it
+starts, are read from its signature.
 
 Every module of this room is imported when the operations are first asked for.
 """
@@ -7,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import pkgutil
-import re
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from redis.asyncio import Redis
 
 from ....messages.errors import InvalidField
@@ -27,22 +27,12 @@ from ....messages.model import as_invalid_field
 PROGRESS_EVERY_S = 0.5
 """Seconds between two writes of the progress, at least."""
 
-_NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
-
-
-class Params(BaseModel):
-    """Base of an operation's parameters: plain data, every name known."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
-
-
-class NoParams(Params):
-    """The parameters of an operation that takes none."""
-
-
-P = TypeVar("P", bound=Params)
 T = TypeVar("T")
 Check = Callable[[], None]
+HostPath = Annotated[str, Field(pattern="^/")]
+"""Of a file or folder on the worker's host."""
+Commas = BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
+"""A parameter with several values may be one text, with commas between them."""
 
 
 @dataclass(slots=True)
@@ -97,43 +87,56 @@ class Context:
         self.report({"progress": self._shown, "notes": self.notes})
 
 
-class Operation(ABC, Generic[P]):
-    """One kind of operator work; the first line of its docstring is its help text.
+Run = Callable[..., Awaitable[dict[str, Any]]]
 
-    `run` may be cut off anywhere and started again, and may run twice at once, so it must not repeat what is done.
-    It returns its result as plain data. It raises RolloutMQError for errors that a repeat would not change.
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kind of operator work.
+
+    run: may be cut off anywhere and started again, and may run twice at once, so it must not repeat what is done. It
+    returns its result as plain data. It raises RolloutMQError for errors that a repeat would not change.
+    params: plain data, every name known. found_trouble: whether a command that waited for this result exits with 1.
     """
 
-    name: ClassVar[str]
-    params: ClassVar[type[Params]] = NoParams
-    timeout_s: ClassVar[int] = 3600
+    name: str
+    run: Run
+    params: type[BaseModel]
+    timeout_s: int
+    found_trouble: Callable[[dict[str, Any]], bool]
 
-    @abstractmethod
-    async def run(self, context: Context, params: P) -> dict[str, Any]:
-        """Do it."""
-
-    def found_trouble(self, result: dict[str, Any]) -> bool:
-        """Whether a command that waited for this result exits with 1."""
-        return False
-
-    @classmethod
-    def help(cls) -> str:
-        return (cls.__doc__ or "").strip().partition("\n")[0]
+    @property
+    def help(self) -> str:
+        return (inspect.getdoc(self.run) or "").partition("\n")[0]
 
 
-REGISTRY: dict[str, Operation[Any]] = {}
-Kind = TypeVar("Kind", bound=type[Operation[Any]])
+REGISTRY: dict[str, Operation] = {}
 
 
-def operation(kind: Kind) -> Kind:
-    """Class decorator that registers the operation under its name."""
-    name = kind.name
-    if not _NAME.fullmatch(name):
-        raise InvalidField("name", name, "lower-case letters, digits and '-', a letter first, at most 40")
-    if name in REGISTRY and type(REGISTRY[name]).__qualname__ != kind.__qualname__:
-        raise InvalidField("name", name, f"a name not taken; {type(REGISTRY[name]).__qualname__} has it")
-    REGISTRY[name] = kind()
-    return kind
+def operation(
+    *, timeout_s: int = 3600, found_trouble: Callable[[dict[str, Any]], bool] = lambda _: False
+) -> Callable[[Run], Run]:
+    """Decorator that registers a function: `do_this(context, *, …)` is the operation do-this.
+
+    Its keyword parameters are the operation's, as pydantic checks them.
+    """
+
+    def register(run: Run) -> Run:
+        name = run.__name__.replace("_", "-")
+        if name in REGISTRY:
+            raise InvalidField("name", name, f"a name not taken; {REGISTRY[name].run.__module__} has it")
+        kinds = get_type_hints(run, include_extras=True)
+        fields: dict[str, Any] = {
+            one.name: (kinds[one.name], ... if one.default is one.empty else one.default)
+            for one in inspect.signature(run).parameters.values()
+            if one.kind is one.KEYWORD_ONLY
+        }
+        plain = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+        params: type[BaseModel] = create_model(name, __config__=plain, **fields)
+        REGISTRY[name] = Operation(name, run, params, timeout_s, found_trouble)
+        return run
+
+    return register
 
 
 @cache
@@ -143,13 +146,13 @@ def _load_catalog() -> None:
         importlib.import_module(f"{room}.{module.name}")
 
 
-def operations() -> dict[str, Operation[Any]]:
+def operations() -> dict[str, Operation]:
     """All of them, by name."""
     _load_catalog()
     return dict(sorted(REGISTRY.items()))
 
 
-def checked(name: object, params: object) -> tuple[Operation[Any], Params]:
+def checked(name: object, params: object) -> tuple[Operation, BaseModel]:
     """The operation and its parameters. Raises InvalidField naming what is not allowed and what is."""
     known = operations()
     if not isinstance(name, str) or name not in known:

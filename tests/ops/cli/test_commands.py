@@ -166,14 +166,15 @@ async def test_status_tells_shares_and_how_even_loads_are(redis_db: str, joined:
     assert all(said in lines for said in ("12 held of a share of 6 ", " 0 held of a share of 6 ", " 0 held   "))
 
 
-async def test_workers_and_how_long_their_start_took(redis_db: str) -> None:
+async def test_status_prints_workers_and_how_long_their_start_took(redis_db: str) -> None:
     async def shown(*options: str) -> str:
-        done = await asyncio.to_thread(run, "workers", "--redis", redis_db, *options)
+        done = await asyncio.to_thread(run, "status", "--redis", redis_db, *options)
         assert done.exit_code == 0, done.output
         return done.stdout
 
     phases = {"process": 2.0, "imports": 7.5, "weights": 0.5, "first_answer": 9.0}
     assert "no workers" in await shown()
+    assert json.loads(await shown("--json"))["open_jobs"] == 0
     async with connect(redis_db) as redis:
         await Lease(redis, "default", "w1", 10.0).join(status("w1", startup=phases))
         await Lease(redis, "default", "w2", 10.0).join(status("w2"))
@@ -186,18 +187,10 @@ async def test_workers_and_how_long_their_start_took(redis_db: str) -> None:
     assert one == {"worker_id": "w1", "host": "h", "startup": phases}
 
 
-def test_status_prints_for_people_and_for_scripts(redis_db: str) -> None:
-    people = run("status", "--redis", redis_db)
-    assert people.exit_code == 0
-    assert "no workers" in people.stdout
-    assert json.loads(run("status", "--redis", redis_db, "--json").stdout)["open_jobs"] == 0
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         ("status",),
-        ("workers", "--startup"),
         ("cancel", "0" * 32),
         ("control", "version"),
         ("dead", "list"),

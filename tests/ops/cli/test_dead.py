@@ -64,7 +64,9 @@ def test_requeue_by_id_asks_and_says_what_could_not_be(dead: Any, queue: Operati
     assert "no dead letter 1-1" in done.stderr
     assert left(queue) == [other, bad]
     assert load_jobs(queue) == 1
-    assert dead("requeue", other, "--yes", "--reply-to", "me").exit_code == 0
+    done = json.loads(dead("requeue", other, bad, "--yes", "--reply-to", "me", "--json").stdout)
+    assert (done["requeued"], done["refused"], list(done["jobs"])) == (1, 1, [other])
+    assert [one["entry_id"] for one in done["refusals"]] == [bad]
     assert queue.redis.scard("rmq:{default}:client:me") == 1
 
 
@@ -83,6 +85,8 @@ def test_requeue_all_with_a_filter(dead: Any, queue: OperationQueue) -> None:
     over = dead("requeue", "--all", "--limit", "3", "--yes")
     assert (over.exit_code, len(left(queue))) == (1, 1)
     assert "MalformedMessage" in over.stderr
+    again = json.loads(dead("requeue", "--all", "--yes", "--json").stdout)
+    assert (again["requeued"], again["refused"]) == (0, 1)
 
 
 def test_drop(dead: Any, queue: OperationQueue) -> None:
@@ -92,7 +96,9 @@ def test_drop(dead: Any, queue: OperationQueue) -> None:
     dropped = dead("drop", "--all", "--cause", "POISON", answer="y\n")
     assert (dropped.exit_code, left(queue)) == (0, keep)
     assert "drop 1 dead letters" in dropped.stderr
-    assert dead("drop", poison, keep[0], "--yes").exit_code == 1
+    gone = dead("drop", poison, keep[0], "--yes", "--json")
+    told = json.loads(gone.stdout)
+    assert (gone.exit_code, told["dropped"], [one["entry_id"] for one in told["refusals"]]) == (1, 1, [poison])
     assert left(queue) == keep[1:]
     assert dead("drop", "--all", "--yes").exit_code == 0
     assert left(queue) == []

@@ -19,7 +19,7 @@ def run(extras: list[str], words: list[str], url: str, folder: Path) -> subproce
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        *(("cli", [word, *REDIS]) for word in ("status", "workers", "doctor")),
+        *(("cli", [word, *REDIS]) for word in ("status", "doctor")),
         *(("cli", [word, "list", *REDIS]) for word in ("dead", "replies", "weights")),
         *(("cli", [*words, *REDIS]) for words in (["scale", "--explain"], ["top", "--once"])),
         ("ops", ["ops", "list", *REDIS]),

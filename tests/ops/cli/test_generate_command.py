@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,17 @@ async def test_what_it_prints(redis_db: str, arguments: Sequence[str], said: str
     code, out, error = await run(redis_db, *arguments)
     assert (code, error) == (0, "")
     assert out == said
+
+
+async def test_what_it_prints_as_json(redis_db: str) -> None:
+    async def told(*arguments: str) -> list[Any]:
+        _, out, _ = await run(redis_db, "--token-ids", "5,6,7", "--max-new-tokens", "4", *arguments, "--json")
+        return [json.loads(line) for line in out.splitlines()]
+
+    (whole,) = await told()
+    assert (whole["token_ids"], whole["finish_reason"], whole["versions"]) == ([5, 6, 7, 5], "length", [0])
+    assert [one["sample"] for one in await told("--n", "2")] == [0, 1]
+    assert [token for delta in await told("--stream") for token in delta["token_ids"]] == [5, 6, 7, 5]
 
 
 @pytest.mark.parametrize("stream", [(), ("--stream",)])

@@ -48,9 +48,9 @@ async def run(url: str, source: Path, out: Path, *options: str, largest_file: in
 
 def begin(source: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
     """The jobs of a file and the header that its first run writes."""
-    jobs, digest = module._read_jobs(source, Defaults())
+    jobs, digest = module.read_jobs(source, Defaults())
     assert digest == hashlib.sha256(source.read_bytes()).hexdigest()
-    return jobs, {"input": digest, "defaults": asdict(Defaults())}
+    return jobs, {"input": digest} | asdict(Defaults())
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -87,8 +87,10 @@ def test_files_that_do_not_belong_together_are_refused(redis_db: str, tmp_path: 
         submit_file(source, out, redis_db, "default", Defaults())
     assert out.read_text() == "kept\n"
     out.unlink()
-    (tmp_path / "out.jsonl.part").write_text(json.dumps({"input": "other", "base": "0" * 24, "client": "c"}) + "\n")
-    with pytest.raises(ConfigError, match="another input file"):
+    (tmp_path / "out.jsonl.part").write_text(
+        json.dumps({"asked": {"input": "other"}, "base": "0" * 24, "client": "c"}) + "\n"
+    )
+    with pytest.raises(ConfigError, match="was begun with input='other', not"):
         submit_file(source, out, redis_db, "default", Defaults())
     empty = write_lines(tmp_path / "empty.jsonl", ["", "  "])
     with pytest.raises(ConfigError, match="no line"):
@@ -196,31 +198,31 @@ def test_garbage_beside_the_output_is_refused_and_kept(
     source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
     part = tmp_path / "out.jsonl.part"
     if begun:
-        module._Work(out, *begin(source)).close()
+        module.Work(out, *begin(source)).close()
         garbage = part.read_bytes() + garbage
     part.write_bytes(garbage)
-    with pytest.raises(ConfigError, match=r"out\.jsonl\.part is not what this command wrote; remove it"):
+    with pytest.raises(ConfigError, match=r"out\.jsonl\.part is no file of submit; remove it"):
         submit_file(source, out, redis_db, "default", Defaults())
     assert part.read_bytes() == garbage
 
 
 def test_going_on_with_other_defaults_is_refused(redis_db: str, tmp_path: Path) -> None:
     source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
-    begun = module._Work(out, *begin(source))
+    begun = module.Work(out, *begin(source))
     begun.close()
     kept = begun.part.read_bytes()
     for other, names in ((Defaults(n=2), "n=1, not 2;"), (Defaults(max_new_tokens=9), "max_new_tokens=128, not 9;")):
         with pytest.raises(ConfigError, match=names):
             submit_file(source, out, redis_db, "default", other)
     assert begun.part.read_bytes() == kept
-    again = module._Work(out, *begin(source))
+    again = module.Work(out, *begin(source))
     assert again.base == begun.base
     again.close()
 
 
 def test_a_second_run_at_the_same_time_is_refused(redis_db: str, tmp_path: Path) -> None:
     source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
-    first = module._Work(out, *begin(source))
+    first = module.Work(out, *begin(source))
     with pytest.raises(ConfigError, match="another submit is writing it"):
         submit_file(source, out, redis_db, "default", Defaults())
     first.close()
@@ -231,7 +233,7 @@ async def test_the_pool_drops_an_answer_only_when_it_is_on_the_disk(
     redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"token_ids": [i + 1]} for i in range(3)])
-    work = module._Work(tmp_path / "out.jsonl", *begin(source))
+    work = module.Work(tmp_path / "out.jsonl", *begin(source))
     async with worker(redis_db), connect(redis_db) as db:
         stream = Broker(db, "default").keys.reply(work.client_id)
         client = await RolloutClient(redis_db, client_id=work.client_id, before_ack=work.sync).open()

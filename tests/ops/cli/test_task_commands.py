@@ -47,8 +47,10 @@ async def test_score_compares_continuations(redis_db: str) -> None:
     async with worker(redis_db):
         options = ("--redis", redis_db, "--timeout", "20", "--ids", "--tokens")
         done = await command("score", "--prompt", "1 2 3", *options, "10 11", "12")
+        as_list = await command("score", "--prompt", "1 2 3", *options, "10 11", "12", "--json")
     assert done.exit_code == 0, done.output
     first, second = (json.loads(line) for line in done.stdout.splitlines())
+    assert json.loads(as_list.stdout) == [first, second]
     assert first["continuation"] == "10 11"
     assert np.allclose(first["logprobs"], [scripted_logprob(10), scripted_logprob(11)])
     assert np.isclose(first["logprob"], 2 * first["per_token"])

@@ -179,13 +179,6 @@ def test_show_says_on_which_worker_nothing_was_read_back(pool: str) -> None:
     assert second.endswith("; not read back")
 
 
-@pytest.mark.parametrize(("version", "says"), [("9", "knows no version 9"), ("0", "at least 1")])
-def test_show_what_is_not_there(pool: str, version: str, says: str) -> None:
-    shown = run("show", version, "--redis", pool)
-    assert shown.exit_code == 2
-    assert says in shown.stderr
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     store = SnapshotStore(tmp_path / "versions", keep=9)
@@ -232,22 +225,23 @@ def test_what_is_removed_is_asked_for_and_leaves_what_is_pinned(folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
-    [((), "is not a folder"), (("--keep", "1", "--yes"), "is not a folder"), (("--keep", "0"), "1")],
+    ("command", "says"),
+    [
+        ("snapshots nowhere", "is not a folder"),
+        ("snapshots nowhere --keep 1 --yes", "is not a folder"),
+        ("snapshots nowhere --keep 0", "1"),
+        ("snapshots . --pin 7", "NoSuchSnapshot"),
+        ("weights show 9", "knows no version 9"),
+        ("weights show 0", "at least 1"),
+        ("weights show", "ConfigError: give the version with show"),
+        ("weights list 3", "ConfigError: give the version with show"),
+        ("weights reset 3 --yes", "ConfigError: give the version with show"),
+    ],
 )
-def test_folders_and_numbers_that_cannot_be(tmp_path: Path, options: tuple[str, ...], says: str) -> None:
-    shown = on_disk(str(tmp_path / "nowhere"), *options)
-    assert shown.exit_code == 2
-    assert says in shown.stderr
-
-
-def test_pin_what_is_not_there(folder: Path) -> None:
-    shown = on_disk(str(folder), "--pin", "7")
-    assert shown.exit_code == 2
-    assert "NoSuchSnapshot" in shown.stderr
-
-
-@pytest.mark.parametrize("arguments", [("show",), ("list", "3"), ("reset", "3", "--yes")])
-def test_a_version_is_for_show(redis_db: str, arguments: tuple[str, ...]) -> None:
-    shown = run(*arguments, "--redis", redis_db)
-    assert (shown.exit_code, "ConfigError: give the version with show" in shown.stderr) == (2, True)
+def test_what_cannot_be_is_refused(
+    command: str, says: str, redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    at = ["--redis", redis_db] if command.startswith("weights") else []
+    shown = CliRunner().invoke(app, [*command.split(), *at])
+    assert (shown.exit_code, says in shown.stderr) == (2, True), shown.output

@@ -11,7 +11,7 @@ import torch
 
 from rolloutmq.messages import JobFailure, RolloutResult, Segment
 from rolloutmq.ops.demo.learner import Learner
-from rolloutmq.ops.demo.model import Warmup, make_model, token_logprobs
+from rolloutmq.ops.demo.model import make_model, token_logprobs
 from rolloutmq.ops.demo.summary import objections, summarise
 from rolloutmq.ops.demo.tally import Tally
 from rolloutmq.ops.demo.task import (
@@ -23,7 +23,6 @@ from rolloutmq.ops.demo.task import (
     ZERO,
     Problem,
     make_batch,
-    token_versions,
 )
 from rolloutmq.ops.demo.trainer import Step
 from rolloutmq.producer import Group
@@ -98,10 +97,6 @@ def test_gap_compares_each_token_with_the_version_that_sampled_it() -> None:
     assert learner.logprob_gaps(batch).max() > 1e-4
 
 
-def test_versions_of_tokens() -> None:
-    assert token_versions(result("j", 0, [(3, 2), (7, 1)])).tolist() == [3, 3, 7]
-
-
 def step(number: int, reward: float) -> Step:
     return Step(number, number * 1.0, reward, 0.0, Counter({1: 10}), number * 100, 0.1, 0.02, 10)
 
@@ -116,7 +111,7 @@ def summary(**changes: Any) -> dict[str, Any]:
             [step(i, 0.2 if i <= 10 else 0.9) for i in range(1, 21)],
             tally,
             reports,
-            Warmup(18, 2.0, 0.28),
+            {"steps": 18, "seconds": 2.0, "reward": 0.28},
             seconds_setup=20.0,
             seconds_training=20.0,
             worker_killed=True,

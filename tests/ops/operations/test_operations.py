@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from rolloutmq.messages import Broker, InvalidField, RedisUnavailable, connect
 from rolloutmq.ops.cli.main import app
-from rolloutmq.ops.operations.catalog import Context, Operation, checked, operation, operations
-from rolloutmq.ops.operations.rq_job import ENTRY, MsgpackSerializer, OperationJob, Surroundings
+from rolloutmq.ops.operations.catalog import Context, checked, operation, operations
+from rolloutmq.ops.operations.rq_job import ENTRY, MsgpackSerializer, OperationJob
 from rolloutmq.ops.operations.rq_queue import OperationQueue
 
 
@@ -49,7 +49,7 @@ def test_bulk_requeue_runs_and_its_result_is_kept(queue: OperationQueue, redis_d
     assert 0 < queue.redis.ttl(OperationJob.key_for(run_id)) <= 86400
     # The whole job once more, as after a crash at its very end: nothing is left to do.
     again = OperationJob.fetch(run_id, connection=queue.redis, serializer=MsgpackSerializer)
-    queue._queue.enqueue_job(again)
+    queue.rq.enqueue_job(again)
     assert work(queue, redis_db)
     assert load(redis_db).accepted == 150
 
@@ -98,7 +98,7 @@ def test_killed_half_way_it_goes_on(queue: OperationQueue, redis_db: str) -> Non
     at = load_jobs(queue)
     assert 200 < at < 4003
     assert queue.run(run_id).state == "started"
-    wip = queue._queue.started_job_registry
+    wip = queue.rq.started_job_registry
     (member,) = queue.redis.zrange(wip.key, 0, -1)
     queue.redis.zadd(wip.key, {member: 1})  # as if its last sign of life was long ago
     work(queue, redis_db)
@@ -135,7 +135,7 @@ def meta(queue: OperationQueue, run_id: str) -> dict[str, Any]:
 def test_a_redis_that_is_gone_is_tried_again(queue: OperationQueue) -> None:
     run_id = queue.submit("audit-broker", {})
     record = OperationJob.fetch(run_id, connection=queue.redis, serializer=MsgpackSerializer)
-    record.surroundings = Surroundings("redis://127.0.0.1:1/0", "default")
+    record.serves = ("redis://127.0.0.1:1/0", "default")
     with pytest.raises(RedisUnavailable):
         record.perform()
     assert record.retries_left == 3
@@ -172,18 +172,12 @@ def test_parameters_are_checked_before_anything_is_queued(name: Any, params: Any
 
 
 def test_an_operation_has_one_name_and_a_name_one_operation() -> None:
-    class Audit2(Operation[Any]):
-        name = "audit-broker"
+    async def audit_broker(context: Context) -> dict[str, Any]:
+        return {}
 
-        async def run(self, context: Context, params: Any) -> dict[str, Any]:
-            return {}
-
-    with pytest.raises(InvalidField, match="AuditBroker has it"):
-        operation(Audit2)
-    Audit2.name = "No Name"
-    with pytest.raises(InvalidField, match="lower-case"):
-        operation(Audit2)
-    assert all(one.help().endswith(".") for one in operations().values())
+    with pytest.raises(InvalidField, match="audit_broker has it"):
+        operation()(audit_broker)
+    assert all(one.help.endswith(".") for one in operations().values())
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -201,7 +195,8 @@ def test_run_list_watch_and_worker(queue: OperationQueue, redis_db: str) -> None
     assert {"audit-broker", "dead-requeue", "replay"} <= {one["name"] for one in listed["operations"]}
     assert [(run["id"], run["state"]) for run in listed["runs"]] == [(run_id, "queued")]
     with WorkerProcess(queue, redis_db):
-        assert CliRunner().invoke(app, ["ops", "run", "audit-broker", *at]).stderr == ""
+        quiet = CliRunner().invoke(app, ["ops", "run", "audit-broker", "--json", *at])
+        assert (quiet.stderr, json.loads(quiet.stdout).keys()) == ("", {"id"})
         done = CliRunner().invoke(app, ["ops", "watch", run_id, *at])
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["violations"] == []
@@ -232,6 +227,7 @@ def test_a_failed_operation_says_why(queue: OperationQueue, redis_db: str) -> No
         (("run", "nothing"), "InvalidField: operation='nothing'"),
         (("run", "audit-broker", "--param", "nonsense"), "ConfigError: 'nonsense'"),
         (("run", "audit-broker", "--redis", "redis://127.0.0.1:1/0"), "RedisUnavailable"),
+        (("list", "--redis", "redis://:secret@127.0.0.1:1/0"), "RedisUnavailable"),
         (("watch", "x", "--redis", "http://h"), "ConfigError"),
         (("list", "--redis", "redis+sentinel://:secret@h/main"), "name one with --ops-redis"),
         (("worker", "--pool", "a:b"), "InvalidField: pool='a:b'"),
@@ -241,13 +237,7 @@ def test_a_bad_setting_is_one_line(arguments: tuple[str, ...], says: str) -> Non
     ended = CliRunner().invoke(app, ["ops", *arguments])
     assert ended.exit_code == 2
     assert says in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-def test_the_password_is_in_nobody_s_command_line_nor_message(redis_db: str) -> None:
-    ended = CliRunner().invoke(app, ["ops", "list", "--redis", "redis://:secret@127.0.0.1:1/0"])
-    assert ended.exit_code == 2
-    assert "secret" not in ended.output + ended.stderr
+    assert not any(word in ended.output + ended.stderr for word in ("Traceback", "secret"))
 
 
 def test_signals_end_a_worker(queue: OperationQueue, redis_db: str) -> None:

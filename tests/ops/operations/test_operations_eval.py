@@ -14,7 +14,7 @@ from support.pools.pool import eventually, worker
 
 from rolloutmq.messages import Broker, ConfigError, InvalidField, connect
 from rolloutmq.ops.operations import run_operation
-from rolloutmq.ops.operations.catalog.eval_sweep import Bootstrap
+from rolloutmq.ops.operations.catalog.eval_sweep import interval
 from rolloutmq.producer.control import PoolControl
 
 PROMPTS = 20
@@ -105,18 +105,20 @@ async def test_scorers_are_those_of_the_worker(redis_db: str, params: dict[str, 
         await run(redis_db, params | {"scorer": "os.system"})
     with pytest.raises(ConfigError, match="nowhere:f"):
         await run(redis_db, params | {"scorer": "other"})
-    with pytest.raises(ConfigError, match="no file of an evaluation"):
+    with pytest.raises(ConfigError, match="no file of evaluation"):
         await run(redis_db, params | {"out": params["prompts"]})
 
 
 def test_intervals() -> None:
-    interval = Bootstrap(2000, 0.95, 0)
+    def of(values: list[float]) -> dict[str, float | None]:
+        return interval(values, draws=2000, confidence=0.95, seed=0)
+
     values = [0.0, 1.0] * 50
-    found = interval.of(values)
-    assert found == interval.of(values)
+    found = of(values)
+    assert found == of(values)
     assert found["mean"] == 0.5
     # The standard error is 0.05.
     assert found["low"] == pytest.approx(0.5 - 1.96 * 0.05, abs=0.02)
     assert found["high"] == pytest.approx(0.5 + 1.96 * 0.05, abs=0.02)
-    assert interval.of([]) == {"mean": None, "low": None, "high": None}
-    assert interval.of([3.0]) == {"mean": 3.0, "low": None, "high": None}
+    assert of([]) == {"mean": None, "low": None, "high": None}
+    assert of([3.0]) == {"mean": 3.0, "low": None, "high": None}

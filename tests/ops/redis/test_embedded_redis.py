@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -52,13 +51,6 @@ def test_starts_answers_and_leaves_nothing() -> None:
 def test_listens_on_loopback_only(redis_server: EmbeddedRedis) -> None:
     listening = {c.laddr for c in psutil.Process(redis_server.pid).net_connections("inet") if c.status == "LISTEN"}
     assert {(address.ip, address.port) for address in listening} == {("127.0.0.1", redis_server.port)}
-
-
-def test_two_servers_are_apart() -> None:
-    with EmbeddedRedis() as one, EmbeddedRedis() as two:
-        assert one.port != two.port
-        redis.Redis.from_url(one.url).set("k", "v")
-        assert redis.Redis.from_url(two.url).get("k") is None
 
 
 def test_a_taken_port_is_an_error_and_not_somebody_elses_server(redis_server: EmbeddedRedis) -> None:
@@ -137,12 +129,6 @@ def test_ends_with_its_supervisor(redis_server: EmbeddedRedis) -> None:
     psutil.Process(redis_server.pid).parent().kill()
     until(lambda: not alive(redis_server.pid))
     until(lambda: not redis_server.running)
-
-
-async def test_starts_from_a_worker_thread() -> None:
-    server = await asyncio.to_thread(EmbeddedRedis().start)
-    assert redis.Redis.from_url(server.url).ping()
-    server.stop()
 
 
 def test_the_servers_own_complaint_is_in_the_error() -> None:

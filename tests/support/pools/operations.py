@@ -16,7 +16,7 @@ import msgpack
 from support.specimens.messages import job
 
 from rolloutmq.messages import Keys, encode, new_id
-from rolloutmq.ops.operations.rq_job import OperationJob, Surroundings
+from rolloutmq.ops.operations.rq_job import OperationJob
 from rolloutmq.ops.operations.rq_queue import OperationQueue, OperationWorker
 from rolloutmq.worker.engine import EngineOutput, EngineRequest
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -29,7 +29,7 @@ def work(queue: OperationQueue, url: str) -> bool:
     """What is queued, in a worker that forks. Its signal handlers do not stay with the tests."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return bool(OperationWorker(queue.redis, Surroundings(url, "default")).work(burst=True))
+        return bool(OperationWorker(queue.redis, url, "default").work(burst=True))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
