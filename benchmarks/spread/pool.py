@@ -68,9 +68,9 @@ class Worker:
         self.lease = CountedLease(pool.redis, POOL, self.id, pool.lease_s)
         self.lease.counts = pool.counts
         self.lease.can = can_of(INFO.context_length, INFO.features, True)
-        look = self._room, lambda: (0, {}), self._admit
+        look = self._room, lambda: (0, {})
         shares = {"holds": lambda _: self.held.unpublished, "pace": lambda: self.generation.pace} if Moving else {}
-        self.claims = ClaimLoop(self.lease, pool.waker, *look, **shares)
+        self.claims = ClaimLoop(*look, **shares)
         self.membership = Membership(self.lease, SHORT_BEAT_S, MAX_LOST)
         self.leaving = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,7 +79,7 @@ class Worker:
 
     async def join(self) -> None:
         await self.membership.join(self.status())
-        loops = [self.claims.run(), self.outbox.run(self.lease)]
+        loops = [self.claims.run(self.lease, self.pool.waker, self._admit), self.outbox.run(self.lease)]
         if self.moving is not None:
             loops.append(self.moving.run())
         if self.pool.case.churn:
