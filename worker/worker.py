@@ -120,8 +120,12 @@ class Worker:
         redis = connect(self.config.redis_url, pool=self.config.pool)
         listener, waker = (connect(self.config.redis_url, pool=self.config.pool, blocking=True) for _ in range(2))
         ledger = Ledger(redis, self.config.pool)
-        served = self._engine, self._generation, ledger, self._engine_died, self._journal
-        self._follower = WeightFollower(*served, snapshots=snapshots)
+        self._follower = WeightFollower(
+            *(self._engine, self._generation, ledger, self._engine_died),
+            journal=self._journal,
+            vitals=self.vitals,
+            snapshots=snapshots,
+        )
         parts = WorkerParts(
             *(self._engine, self._generation, self._follower, ledger, self._claims, self._handback, self._outbox),
             journal=self._journal,
@@ -131,9 +135,10 @@ class Worker:
         self._commands = Commands(HANDLERS, parts, self._blocks.done)
         try:
             await ping(redis)
-            async with beside(self._heed_notices()), beside(says_it_starts(redis, self.config.pool, self.joined)):
+            async with beside(self._heed_notices(), says_it_starts(redis, self.config.pool, self.joined)):
                 await self._start_engine(ledger)
-                async with beside(undisturbed(self._commands.run)):
+                watched = [] if self.config.metrics_port is None else [self.vitals.watch_cache(self._engine)]
+                async with beside(undisturbed(self._commands.run), *watched):
                     while not self._draining.is_set():
                         await self._incarnation(redis, listener, waker, parts)
         finally:

@@ -59,14 +59,15 @@ def own_version() -> str:
 
 
 @contextlib.asynccontextmanager
-async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """`work` runs as long as the block does."""
-    task = asyncio.create_task(work)
+    tasks = [asyncio.create_task(one) for one in work]
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Commands:

@@ -67,7 +67,7 @@ class StatusReport:
             refused_publishes=self.refused_publishes,
             unfinished_tokens=self._unfinished_tokens(),
             engine_restarts=engine_restarts,
-            staleness=self._vitals.staleness,
+            staleness=tuple(self._vitals.samples.counts),
             update_share=round(min(1.0, self._cost.per_s(generation.updates.lost_s)), 3),
             started_at=self._started_at,
             startup=self._vitals.startup.seconds.copy(),
