@@ -16,10 +16,9 @@ from redis.exceptions import RedisError
 
 from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release, Witness, can_of
 from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
-from ..messages.model import WorkerState, WorkerStatus
+from ..messages.model import Command, CommandReply, WorkerState, WorkerStatus
 from ..messages.redis import Bell, Ring, connect, parse_shards, ping
 from ..sync.transfer import Ledger, heard
-from .blocks import Blocks
 from .commands import HANDLERS, Commands, WorkerParts, beside, lift
 from .config import WorkerConfig
 from .engine import POOLING_FEATURES, AdapterMissing, Engine
@@ -27,7 +26,7 @@ from .engine_keeper import EngineKeeper
 from .generation import Generation
 from .jobs import HeldJob, HeldJobs, Run
 from .journaling import WorkerJournal
-from .lease import Admission, Checkpoints, ClaimLoop, Deadlines, Handback, Memberships, Outbox, Results, Streaming
+from .lease import Admission, ClaimLoop, Deadlines, Handback, Memberships, Outbox, Results, Saving
 from .leaving import PREEMPTED_S, Leaving
 from .loops import Loop, undisturbed
 from .metrics import Pace, StatusReport, Vitals
@@ -39,6 +38,8 @@ from .weights import Snapshots, WeightFollower
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.2
+GATES = frozenset({"pause", "sleep"})
+"""Actions that keep a worker from serving until another one ends that."""
 AHEAD_S = 1.0
 """Beyond what runs, a worker claims what it can start within so many seconds by the rate at which its samples end."""
 
@@ -53,7 +54,7 @@ class Worker:
         """Set once the engine is up and the worker holds its first lease."""
         self._engine = engine
         self._host = socket.gethostname()
-        self._held = HeldJobs()
+        self._held = HeldJobs(self._dropped)
         self._tools = ToolReader()
         shards = parse_shards(config.redis_url).count
         self._outbox = Outbox(self._published, self._unpublishable, shards)
@@ -70,10 +71,9 @@ class Worker:
         self._claims = ClaimLoop(*look, holds=self._held.unpublished_of, pace=lambda: self._generation.pace)
         self.vitals = Vitals(self._generation, config.lease_s)
         self._report = StatusReport(self._host, engine, self._held, self.vitals, config.max_running)
-        self._checkpoints = Checkpoints(self._held, config.checkpoint_s, engine.progress, self._fenced)
-        self._streaming = Streaming(engine.progress, self._fenced)
-        self._deadlines = Deadlines(self._held, self._drop)
-        self._handback = Handback(self._held, config.max_lost, self._host, lambda: self._lease, self._drop)
+        self._saving = Saving(self._held, config.checkpoint_s, engine.progress)
+        self._deadlines = Deadlines(self._held)
+        self._handback = Handback(self._held, config.max_lost, self._host, lambda: self._lease)
         self._admission = Admission(
             engine,
             tokenizer,
@@ -82,7 +82,7 @@ class Worker:
             self._claims,
             handback=self._handback,
             deadlines=self._deadlines,
-            streaming=self._streaming,
+            saving=self._saving,
             media_hosts=config.media_hosts,
             begin=self._begin,
             lacks=self._refuse_or_release,
@@ -98,7 +98,6 @@ class Worker:
         self._keeper = EngineKeeper(*runs, handback=self._handback, most=config.engine_restarts)
         self._moving = Moving(engine, self._generation, self._held, self._handback)
         self._leaving = Leaving(*runs, self._handback)
-        self._blocks = Blocks(self._generation.state, self._keeper, self._journal)
         self._commands: Commands | None = None
         self._box: CommandBox | None = None
 
@@ -132,7 +131,7 @@ class Worker:
             drain=self.drain,
             called=self._current_state,
         )
-        self._commands = Commands(HANDLERS, parts, self._blocks.done)
+        self._commands = Commands(HANDLERS, parts, self._command_done)
         try:
             await ping(redis)
             async with beside(self._heed_notices(), says_it_starts(redis, self.config.pool, self.joined)):
@@ -207,8 +206,7 @@ class Worker:
                 giving: list[Loop] = [
                     partial(memberships.run, lambda: self.vitals.beat(self._status()), self._on_beat),
                     partial(self._outbox.run, lease),
-                    partial(self._checkpoints.run, lease),
-                    partial(self._streaming.run, lease),
+                    partial(self._saving.run, lease),
                     self._moving.run,
                     partial(self._deadlines.run, lease),
                     *(partial(listen, on_ring) for listen, on_ring in hears),
@@ -244,14 +242,14 @@ class Worker:
         waiting = (claim.job_id for claim in self._claims.aside)
         for job_id in [*waiting, *(held.id for held in self._held)]:
             if lease.has(job_id):
-                self._drop(job_id)
+                self._claims.drop(job_id)
+                self._held.drop(job_id)
 
     def _forget_everything(self, lease: Lease) -> None:
         for held in self._held:
             self._held.drop(held.id)
         self._outbox.clear(lease)
         self._generation.clear()
-        self._generation.in_flight.abort_dropped()
 
     # --- jobs in, samples out --------------------------------------------------------------------------------------
 
@@ -298,7 +296,7 @@ class Worker:
     def _published(self, finished: Finished, state: str) -> None:
         if state == "fenced":
             self._report.refused_publishes += 1
-            self._fenced(finished.job_id, finished.attempt)
+            self._held.drop(finished.job_id, finished.attempt)
         else:
             self._held.published(finished.job_id, finished.attempt, finished.sample)
         self._claims.poke()
@@ -307,15 +305,9 @@ class Worker:
         if self._held.get(finished.job_id, finished.attempt) is not None:
             self._handback.bury(finished.job_id, finished.attempt, "cannot be published", error)
 
-    def _fenced(self, job_id: str, attempt: int) -> None:
-        if self._held.get(job_id, attempt) is not None:
-            self._drop(job_id)
-
-    def _drop(self, job_id: str) -> None:
-        self._claims.drop(job_id)
-        if self._held.drop(job_id) is not None:
-            self._generation.in_flight.abort_dropped()
-            self._claims.poke()
+    def _dropped(self) -> None:
+        self._generation.in_flight.abort_dropped()
+        self._claims.poke()
 
     # --- what it hears ---------------------------------------------------------------------------------------------
 
@@ -329,7 +321,6 @@ class Worker:
             # Given back, because Redis may have lost the list and not the jobs. What has ended is not taken again.
             await self._handback.release(lease, [held for held in self._held if held.id in gone])
         await self._handback.disown(lease, beat.held > len(held_here), self._known)
-        self._generation.in_flight.abort_dropped()
         if lease.keys.shard == 0:
             self.vitals.committed = beat.committed
             self._generation.slots.grow()
@@ -348,7 +339,8 @@ class Worker:
         kind = ring.get("kind")
         if kind == "cancel":
             for job_id in ring.get("ids", "").split():
-                self._drop(job_id)
+                self._claims.drop(job_id)
+                self._held.drop(job_id)
         elif kind == "stop":
             for held in filter(None, map(self._held.get, ring.get("ids", "").split())):
                 self._generation.end(held.samples.values())
@@ -362,6 +354,13 @@ class Worker:
         elif kind == "command" and self._commands and self._box and ring.get("worker", "") in {"", self.worker_id}:
             self._commands.hear(self._box, ring.get("id", ""))
 
+    def _command_done(self, command: Command, reply: CommandReply) -> None:
+        """A command was done, or refused."""
+        self._journal.command(command, reply)
+        if reply.ok and command.action in GATES:
+            ordered = f"{command.action} {command.params.get('mode', '')}".strip()
+            self._generation.state.ordered_by = ordered + (f" by {command.sender}" if command.sender else "")
+
     def _engine_died(self) -> None:
         if self._generation.state.died():  # an update under way gives up the turn, which the restart waits for
             self._journal.worker("engine died")
@@ -374,8 +373,9 @@ class Worker:
 
     def _status(self) -> WorkerStatus:
         assert self._follower is not None
-        blocks = self._blocks.told(state := self._current_state(), self._follower)
-        return self._report.write(self.worker_id, state, self._keeper.restarts, **blocks)
+        state, keeper = self._current_state(), self._keeper
+        blocks = self._generation.state.blocks() | self._follower.blocks()
+        return self._report.write(self.worker_id, state, blocks, restarts=keeper.restarts, in_a_row=keeper.in_a_row)
 
     def _current_state(self) -> WorkerState:
         return self._generation.state.named(draining=self._draining.is_set())

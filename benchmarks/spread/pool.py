@@ -60,7 +60,7 @@ class Worker:
 
     def __init__(self, pool: Pool, number: int) -> None:
         self.pool, self.id = pool, f"w{number:04d}"
-        self.held = HeldJobs()
+        self.held = HeldJobs(self._dropped)
         self.outbox = Outbox(self._published, self._failed)
         self.engine = SimulatedEngine(pool.clock, pool.case, pool.lengths)
         hears = {"on_finished": self._finished, "on_refused": self._failed, "on_failed": self._failed}
@@ -74,7 +74,7 @@ class Worker:
         self.membership = Membership(self.lease, SHORT_BEAT_S, MAX_LOST)
         self.leaving = False
         self._tasks: list[asyncio.Task[None]] = []
-        self.handback = Handback(self.held, MAX_LOST, "simulated", lambda: self.lease, self._drop)
+        self.handback = Handback(self.held, MAX_LOST, "simulated", lambda: self.lease)
         self.moving = Moving and Moving(self.engine, self.generation, self.held, self.handback)
 
     async def join(self) -> None:
@@ -148,16 +148,15 @@ class Worker:
 
     def _published(self, finished: Finished, state: str) -> None:
         if state == "fenced":
-            self._drop(finished.job_id)
+            self.held.drop(finished.job_id)
         else:
             self.held.published(finished.job_id, finished.attempt, finished.sample)
         self.pool.published(state)
         self.claims.poke()
 
-    def _drop(self, job_id: str) -> None:
-        if self.held.drop(job_id) is not None:
-            self.generation.in_flight.abort_dropped()
-            self.claims.poke()
+    def _dropped(self) -> None:
+        self.generation.in_flight.abort_dropped()
+        self.claims.poke()
 
     def _failed(self, *what: object) -> None:
         raise SystemExit(f"{self.id}: {what}")

@@ -29,7 +29,6 @@ class TaskRun(JobRun[TaskJob]):
     finish_reason: str | None = None
     values: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     version: int = 0
-    saved_at: float = float("inf")  # never due
 
     @property
     def ending(self) -> bool:
@@ -61,12 +60,6 @@ class TaskRun(JobRun[TaskJob]):
     def unsaved(self, *_progress: Any) -> Piece | None:
         """Nothing, ever."""
         return None
-
-    def keep_saved(self, piece: Piece) -> None:
-        """There is nothing to keep."""
-
-    def save_anew(self) -> None:
-        """There is nothing to save."""
 
     def result(self, worker_id: str, info: EngineInfo) -> TaskResult:
         """As it is published."""

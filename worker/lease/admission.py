@@ -13,7 +13,7 @@ from ..text import Tokenizer, ToolReader
 from .claims import ClaimLoop
 from .deadlines import Deadlines
 from .handback import Handback
-from .saving import Streaming
+from .saving import Saving
 
 
 class Admission:
@@ -33,14 +33,14 @@ class Admission:
         *,
         handback: Handback,
         deadlines: Deadlines,
-        streaming: Streaming,
+        saving: Saving,
         media_hosts: frozenset[str],
         begin: Callable[[HeldJob], None],
         lacks: Callable[[Claim, AdapterMissing], Awaitable[None]],
     ) -> None:
         self._engine, self._tokenizer, self._tools = engine, tokenizer, tools
         self._held, self._claims, self._handback = held, claims, handback
-        self._deadlines, self._streaming = deadlines, streaming
+        self._deadlines, self._saving = deadlines, saving
         self._media_hosts = media_hosts
         self._begin, self._lacks = begin, lacks
 
@@ -75,7 +75,7 @@ class Admission:
             if isinstance(admitted.job, GenerateJob) and admitted.job.tools:
                 self._tools.warm(admitted.job)
             self._deadlines.look(admitted.deadline)
-            self._streaming.add(admitted, self._tokenizer.decode)
+            self._saving.stream(admitted, self._tokenizer.decode)
             self._begin(admitted)
         else:
             kind = "refused" if isinstance(admitted, RequestRefused) else "not readable"

@@ -93,6 +93,13 @@ class WeightFollower:
         self._given_up = epoch
         self.poke()
 
+    def blocks(self) -> dict[str, str]:
+        """What of its weights keeps the worker from serving, as `EngineState.blocks`."""
+        behind, trouble = self.catch_up.behind, self.catch_up.trouble
+        if self._state.dead.is_set() or not (behind or not self._state.in_service):
+            return {}
+        return {"unavailable" if trouble else "version": behind + (f": {trouble}" if trouble else "") or "it looks"}
+
     def beat(self, committed: int, epoch: int) -> None:
         """Look at the ledger if a heartbeat says that there is something."""
         if committed > self._state.version or epoch not in (0, self._seen_epoch):
