@@ -85,9 +85,12 @@ class Generation:
         self.slots.fill()
 
     def end(self, samples: Iterable[Run]) -> None:
-        """Finish these with what they have, as "abort": those that wait now, those in the engine when it lets go."""
+        """Finish these with what they have, as "abort": those that wait now, those in the engine when it lets go.
+
+        What generates nothing has nothing to end with, and goes on.
+        """
         for sample in samples:
-            sample.ending = True
+            sample.ending = isinstance(sample, SampleRun)
         waiting = self.slots.waiting
         self.slots.waiting = deque(one for one in waiting if not (one.ending or one.dropped))
         for sample in waiting:

@@ -127,15 +127,8 @@ async def _hand_back(on: WorkerParts, deadline: float) -> None:
 # --- caches ----------------------------------------------------------------------------------------------------
 
 
-async def flush_cache(on: WorkerParts, params: NoParams, deadline: float) -> Mapping[str, Any]:
-    return await _empty(on, "flush_cache", deadline)
-
-
-async def clear_storage(on: WorkerParts, params: NoParams, deadline: float) -> Mapping[str, Any]:
-    return await _empty(on, "clear_storage", deadline)
-
-
-async def _empty(on: WorkerParts, what: str, deadline: float) -> Mapping[str, Any]:
+async def empty(what: str, on: WorkerParts, params: NoParams, deadline: float) -> Mapping[str, Any]:
+    """what: the operation of the engine that empties a cache."""
     _not_frozen(on, what)
     async with on.state.turn.take(what, deadline):
         _not_frozen(on, what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ...messages.model import NoParams, StopParams
@@ -43,8 +44,8 @@ HANDLERS: Mapping[str, Handler] = {
     "abort": pause.abort,
     "sleep": pause.sleep,
     "wake": pause.wake,
-    "flush_cache": pause.flush_cache,
-    "clear_storage": pause.clear_storage,
+    "flush_cache": partial(pause.empty, "flush_cache"),
+    "clear_storage": partial(pause.empty, "clear_storage"),
     "set_version": weights.set_version,
     "audit": weights.audit,
     "save": weights.save,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ...messages.broker import Claim, Lease, Release
 from ...messages.codec import Job, Result
-from ..engine import EngineInfo, Progress
+from ..engine import EngineInfo, Generated
 from ..text import Tokenizer
 from .sample import SampleRun
 from .task import Run, TaskRun
@@ -31,7 +31,7 @@ class HeldJob:
     def id(self) -> str:
         return self.job.id
 
-    def release(self, lost: bool = False, progress: Callable[[str, int], Progress | None] | None = None) -> Release:
+    def release(self, lost: bool = False, progress: Callable[[str, int], Generated | None] | None = None) -> Release:
         """How to give the job back: with what its unfinished samples have generated so far.
 
         progress(request id, start): what the engine has of a sample that still runs; None leaves that out.

@@ -30,14 +30,6 @@ class TaskRun(JobRun[TaskJob]):
     values: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     version: int = 0
 
-    @property
-    def ending(self) -> bool:
-        """Always False: it has nothing to end with. Setting it changes nothing."""
-        return False
-
-    @ending.setter
-    def ending(self, value: bool) -> None: ...
-
     def next_request(self, version: int) -> TaskRequest:
         """The same request as before, under a name of its own."""
         embed = self.job if isinstance(self.job, EmbedJob) else None

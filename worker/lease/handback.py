@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from ...messages.broker import Claim, Lease, Release, broker_of
 from ...messages.redis import name_once
-from ..engine import Progress
+from ..engine import Generated
 from ..jobs import HeldJob, HeldJobs
 from .batches import batches, each, is_about_data
 
@@ -42,7 +42,7 @@ class Handback:
         lease: Lease,
         jobs: list[HeldJob],
         lost: bool = False,
-        progress: Callable[[str, int], Progress | None] | None = None,
+        progress: Callable[[str, int], Generated | None] | None = None,
     ) -> None:
         """Give jobs back now. Raises RedisError or OSError; jobs that Redis was not told of it takes with the lease.
 

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from ...messages.broker import AWAY, Lease, Piece
 from ...messages.model import GenerateJob
 from ...messages.redis import name_once
-from ..engine import Progress
+from ..engine import Generated
 from ..jobs import HeldJob, HeldJobs, SampleRun
 from ..text import SampleStream
 from .batches import batches, each
@@ -40,7 +40,7 @@ class Saving:
     progress(request id, start): what the engine has of a running request.
     """
 
-    def __init__(self, held: HeldJobs, every_s: float, progress: Callable[[str, int], Progress | None]) -> None:
+    def __init__(self, held: HeldJobs, every_s: float, progress: Callable[[str, int], Generated | None]) -> None:
         self._held, self._every_s, self._progress = held, every_s, progress
         self._streamed: list[SampleRun] = []
         self._some = asyncio.Event()
