@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from support.engines.manual import Bench, all_that_can_happen_now
 
-from rolloutmq.messages.errors import EngineDead, EngineError, RequestRefused
 from rolloutmq.worker.generation import CROWD
 
 
@@ -51,18 +50,3 @@ async def test_the_mean_length_is_that_of_ended_samples(clock: SimpleNamespace) 
         bench.engine.end(request_id, count)
         await all_that_can_happen_now()
     assert (bench.generation.mean_tokens, len(bench.finished), len(samples)) == (15.0, 2, 32)
-
-
-async def test_errors_of_the_engine_are_counted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, failed = Bench(), list[object]()
-    monkeypatch.setattr(bench.generation, "_on_refused", lambda *told: failed.append(told))
-    monkeypatch.setattr(bench.generation, "_on_failed", lambda *told: failed.append(told))
-    _, ids = await bench.run(4)
-    for request_id, error in zip(ids, (RequestRefused("no"), EngineError("no"), EngineDead("no")), strict=False):
-        bench.engine.ends[request_id].set_exception(error)
-    await all_that_can_happen_now()
-    assert bench.generation.errors == {"refused": 1, "failed": 1, "dead": 1}
-    assert (len(failed), bench.deaths, bench.generation.busy_since > 0) == (2, 1, True)
-    bench.engine.end(ids[3], 1)
-    await all_that_can_happen_now()
-    assert (bench.generation.running, bench.generation.busy_since) == (0, 0.0)
