@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...messages.errors import EngineError, InvalidField, RequestRefused
+from ...messages.errors import InvalidField, RequestRefused
 from ...messages.model import LoadAdapterParams, NoParams, UnloadAdapterParams
 from ..engine import FEATURE, NOT_ENABLED
-from ..weights import LOAD_S
 from .parts import WorkerParts
 
 
@@ -31,9 +30,7 @@ async def load_adapter(on: WorkerParts, params: LoadAdapterParams, deadline: flo
     if loaded.has(params.name, params.version):
         raise InvalidField("version", params.version, f"one of {params.name!r} that this worker does not have")
     adapter = await asyncio.to_thread(read_adapter, Path(params.path), params.name, params.version)
-    async with asyncio.timeout(LOAD_S):
-        await on.engine.load_adapter(adapter)
-    loaded.add(params.name, params.version)
+    await on.follower.adapters.load(adapter)
     if params.pinned:
         loaded.pinned.add((params.name, params.version))
     return await adapters(on, NoParams(), deadline)
@@ -52,13 +49,7 @@ async def unload_adapter(on: WorkerParts, params: UnloadAdapterParams, deadline:
         raise RequestRefused(f"unload_adapter: samples use {params.name}@{used[0]}; wait for them, or cancel them")
     on.follower.adapters.dismiss(params.name, max(versions))
     for version in versions:
-        loaded.remove(params.name, version)
-        try:
-            async with asyncio.timeout(LOAD_S):
-                await on.engine.unload_adapter(params.name, version)
-        except (EngineError, TimeoutError):
-            loaded.add(params.name, version)
-            raise
+        await on.follower.adapters.unload(params.name, version)
         loaded.pinned.discard((params.name, version))
     return await adapters(on, NoParams(), deadline)
 
