@@ -31,7 +31,7 @@ from rolloutmq.worker.worker import Worker
 from .harness import Run, option, turns
 from .parts import BenchFailed, Part
 from .sync.shapes import one_shape
-from .watched import Switched, Watching, watching
+from .watched import Watching, watching
 from .workload import Workload, run_client
 
 
@@ -93,8 +93,7 @@ async def _compare(
     from rolloutmq.worker.sglang.engine import SGLangEngine
 
     engine = SGLangEngine(config)
-    switched = Switched(engine)
-    worker = Worker(worker_config, switched.as_engine(), NoTokenizer())
+    worker = Worker(worker_config, engine, NoTokenizer())
     run.say("starting the engine")
     serving = asyncio.create_task(worker.run())
     stack = AsyncExitStack()
@@ -112,7 +111,7 @@ async def _compare(
         sides = ["direct", "pool", *(["journal"] if base.journal else [])]
         watch: Watching | None = None
         if redis_pid is not None:
-            opened = watching(switched, worker.vitals, worker_config.redis_url, worker_config.pool, redis_pid)
+            opened = watching(worker.vitals, worker_config.redis_url, worker_config.pool, redis_pid)
             watch = await stack.enter_async_context(opened)
             sides += watch.SIDES
         rates: dict[str, list[float]] = {side: [] for side in sides}

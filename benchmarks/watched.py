@@ -8,13 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
 import psutil
 
-from rolloutmq.worker.engine import Engine
-from rolloutmq.worker.metrics import MeteredEngine, MetricsServer, Vitals, worker_families
+from rolloutmq.worker.metrics import MetricsServer, Vitals, worker_families
 
 from .traces import traces_on
 
@@ -25,29 +24,13 @@ SCRAPE_S = 5.0
 """Between two scrapes of the worker."""
 
 
-class Switched:
-    """An engine whose calls go to the engine itself or, with `metered` set, through its meter, as with metrics."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.plain, self.meter = engine, MeteredEngine(engine)
-        self.metered = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.meter if self.metered else self.plain, name)
-
-    def as_engine(self) -> Engine:
-        return cast("Engine", self)
-
-
 class Watching:
     """Turns with metrics, with traces and without, and the CPU time that each of them took."""
 
     SIDES = ("metrics", "traces")
 
-    def __init__(
-        self, switched: Switched, vitals: Vitals, redis_pid: int, exporter: asyncio.subprocess.Process
-    ) -> None:
-        self._switched, self._vitals, self._exporter = switched, vitals, exporter
+    def __init__(self, vitals: Vitals, redis_pid: int, exporter: asyncio.subprocess.Process) -> None:
+        self._vitals, self._exporter = vitals, exporter
         self._named = {redis_pid: "redis", exporter.pid: "exporter"}
         self._turns: dict[str, list[dict[str, float]]] = {}
 
@@ -67,21 +50,19 @@ class Watching:
 
     @contextlib.asynccontextmanager
     async def _metrics(self) -> AsyncIterator[None]:
-        """The worker counts, serves its metrics and is scraped every SCRAPE_S seconds, the first time at once, and the
+        """The worker serves its metrics and is scraped every SCRAPE_S seconds, the first time at once, and the
         exporter runs. The scraper is a thread of this process, so what it costs counts, too."""
 
         def collect() -> Iterable[Metric]:
-            return worker_families(self._vitals, self._switched.meter, time.monotonic())
+            return worker_families(self._vitals, time.monotonic())
 
         with MetricsServer("127.0.0.1", 0, collect) as server:
             scraping = asyncio.create_task(_scrape(f"http://127.0.0.1:{server.port}/metrics"))
-            self._switched.metered = True
             self._exporter.send_signal(signal.SIGCONT)
             try:
                 yield
             finally:
                 self._exporter.send_signal(signal.SIGSTOP)
-                self._switched.metered = False
                 scraping.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await scraping
@@ -115,9 +96,7 @@ class Watching:
 
 
 @contextlib.asynccontextmanager
-async def watching(
-    switched: Switched, vitals: Vitals, redis_url: str, pool: str, redis_pid: int
-) -> AsyncIterator[Watching]:
+async def watching(vitals: Vitals, redis_url: str, pool: str, redis_pid: int) -> AsyncIterator[Watching]:
     """With a `rolloutmq exporter` in a process of its own, which is stopped while it is not needed.
 
     Raises RuntimeError if it does not start.
@@ -130,7 +109,7 @@ async def watching(
         if not await exporter.stderr.readline():  # it says its port
             raise RuntimeError(f"the exporter ended with {await exporter.wait()}")
         exporter.send_signal(signal.SIGSTOP)
-        yield Watching(switched, vitals, redis_pid, exporter)
+        yield Watching(vitals, redis_pid, exporter)
     finally:
         with contextlib.suppress(ProcessLookupError):
             exporter.kill()

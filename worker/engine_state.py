@@ -19,9 +19,9 @@ class EngineState:
     version: of the weights that the next legs run under; 0 for those that it started with, and for none.
     in_service: whether they are verified, and the newest that was committed when the worker looked.
     updating: whether a version is just being loaded. dead: set from the engine's death until it is up again.
-    paused: by which command. legs: while anybody holds this gate, no leg starts. weights: while anybody holds this
-    gate, nothing is received, so the weights stay as they are. frozen, asleep, weights_asleep, pause: who holds them
-    for commands.
+    paused: by which command. ordered_by: the last command that paused it or put it to sleep, and whose it was.
+    legs: while anybody holds this gate, no leg starts. weights: while anybody holds this gate, nothing is received, so
+    the weights stay as they are. frozen, asleep, weights_asleep, pause: who holds them for commands.
     turn: an update takes it, and so does everybody else who changes the weights, needs them unchanged, or replaces the
     engine.
     changed: is set whenever the weights may have to be looked after; the one who does clears it.
@@ -31,6 +31,7 @@ class EngineState:
         self.version = 0
         self.in_service = self.updating = False
         self.paused: PauseMode | None = None
+        self.ordered_by = ""
         self.dead, self.changed = asyncio.Event(), asyncio.Event()
         self.legs, self.weights, self.turn = legs, Gate(self.changed.set), WeightsTurn()
         self.pause, self.asleep = legs.holder("pause"), legs.holder("asleep")
@@ -77,6 +78,17 @@ class EngineState:
     def serves(self) -> bool:
         """Whether jobs may be claimed for it."""
         return self.awake and self.in_service and not self.dead.is_set()
+
+    def blocks(self) -> dict[str, str]:
+        """What keeps it from serving, each with who or what that is."""
+        found = {
+            "pause": self.ordered_by if self.paused else "",
+            "asleep": self.ordered_by if self.sleep.asleep else "",
+            "stale": "its weights were asleep, and none have come since" if self.sleep.stale else "",
+            "dead": "its engine is being started again" if self.dead.is_set() else "",
+            "quarantine": "its weights are no whole version" if self.quarantined else "",
+        }
+        return {name: why for name, why in found.items() if why}
 
     def named(self, *, draining: bool) -> WorkerState:
         """The state as a heartbeat says it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
@@ -34,6 +34,9 @@ class Generation:
     state: what the engine is; version: its, under which the next legs run. pace: tokens a second of one sample if it
     ran alone, and mean_tokens: of an ended sample, both 0 if not known. slots: what waits, and the gate. in_flight:
     what runs.
+    prompt_tokens, cached_tokens: of requests that generate; the second had their keys and values in the cache.
+    errors: what requests ended with: refused, failed, dead. busy_since: when a request last began or ended, while some
+    run; else 0.
     updates: what those of the weights cost, and when the next one may begin.
     on_finished(sample), on_refused(sample, error), on_failed(sample, error): what became of a sample. One that failed
     may succeed on another worker. on_dead(): the engine died; `died_with` has the samples that were in it, until
@@ -50,7 +53,9 @@ class Generation:
         on_failed: Callable[[Run, EngineError], None],
         on_dead: Callable[[], None],
     ) -> None:
-        self.generated_tokens = self.finished = 0
+        self.generated_tokens = self.finished = self.prompt_tokens = self.cached_tokens = 0
+        self.errors: Counter[str] = Counter(refused=0, failed=0, dead=0)
+        self.busy_since = 0.0
         self.pace = self.mean_tokens = 0.0
         self.died_with: list[Run] = []
         self._engine = engine
@@ -80,9 +85,12 @@ class Generation:
         self.slots.fill()
 
     def end(self, samples: Iterable[Run]) -> None:
-        """Finish these with what they have, as "abort": those that wait now, those in the engine when it lets go."""
+        """Finish these with what they have, as "abort": those that wait now, those in the engine when it lets go.
+
+        What generates nothing has nothing to end with, and goes on.
+        """
         for sample in samples:
-            sample.ending = True
+            sample.ending = isinstance(sample, SampleRun)
         waiting = self.slots.waiting
         self.slots.waiting = deque(one for one in waiting if not (one.ending or one.dropped))
         for sample in waiting:
@@ -112,6 +120,7 @@ class Generation:
         # In flight before its task first runs: whoever holds the gate from now on must see that it runs.
         request = sample.next_request(self.version)
         self.in_flight.add(request.request_id, sample)
+        self.busy_since = time.monotonic()
         return asyncio.create_task(self._run(sample, request))
 
     async def _run(self, sample: Run, request: EngineRequest | TaskRequest) -> None:
@@ -124,15 +133,22 @@ class Generation:
                 await self.in_flight.outputs.opened()  # until then nobody can say which version sampled what
             finally:
                 self.in_flight.remove(request.request_id)
+                self.busy_since = time.monotonic() if self.running else 0.0
             if leg.spoiled:
                 raise EngineDead("weights that are no version were under it")
+            if isinstance(request, EngineRequest):
+                self.prompt_tokens += len(request.token_ids)
+                self.cached_tokens += output.cached_tokens
             self._take_in(sample, leg, output, seconds, beside)
         except EngineDead:
+            self.errors["dead"] += 1
             self.died_with.append(sample)
             self._on_dead()
         except RequestRefused as error:
+            self.errors["refused"] += 1
             self._on_refused(sample, error)
         except EngineError as error:
+            self.errors["failed"] += 1
             if not self.slots.try_again(sample, error):
                 self._on_failed(sample, error)
         except Exception as error:

@@ -21,7 +21,6 @@ from .commands import beside
 from .config import WorkerConfig
 from .engine import Engine
 from .garbage import settle
-from .metrics import MeteredEngine
 from .sglang import SGLangConfig
 from .text import ModelTokenizer, Tokenizer
 from .worker import Worker
@@ -107,19 +106,18 @@ def with_metrics(
 
     Raises ConfigError if the port cannot be had, or prometheus_client is not installed.
     """
+    worker = Worker(config, engine, tokenizer)
     if config.metrics_port is None:
-        return Worker(config, engine, tokenizer), nullcontext()
+        return worker, nullcontext()
     try:
         from .metrics import MetricsServer, worker_families  # noqa: PLC0415 – an extra
     except ModuleNotFoundError as error:
         raise ConfigError(f"metrics_port needs {error.name}: pip install 'rolloutmq[worker,metrics]'") from None
-    meter = MeteredEngine(engine)
-    worker = Worker(config, meter, tokenizer)
     vitals = worker.vitals
     probes = {"/live": lambda: vitals.live, "/ready": lambda: vitals.ready}
 
     def collect() -> Iterable[Metric]:
-        return worker_families(vitals, meter, time.monotonic())
+        return worker_families(vitals, time.monotonic())
 
     return worker, MetricsServer(config.metrics_host, config.metrics_port, collect, probes)
 

@@ -16,18 +16,17 @@ from redis.exceptions import RedisError
 
 from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release, Witness, can_of
 from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
-from ..messages.model import WorkerState, WorkerStatus
+from ..messages.model import Command, CommandReply, WorkerState, WorkerStatus
 from ..messages.redis import Bell, Ring, connect, parse_shards, ping
 from ..sync.transfer import Ledger, heard
-from .blocks import Blocks
-from .commands import Commands, Service, beside, worker_commands
+from .commands import HANDLERS, Commands, WorkerParts, beside, lift
 from .config import WorkerConfig
 from .engine import POOLING_FEATURES, AdapterMissing, Engine
 from .engine_keeper import EngineKeeper
 from .generation import Generation
 from .jobs import HeldJob, HeldJobs, Run
 from .journaling import WorkerJournal
-from .lease import Admission, Checkpoints, ClaimLoop, Deadlines, Handback, Memberships, Outbox, Results, Streaming
+from .lease import Admission, ClaimLoop, Deadlines, Handback, Memberships, Outbox, Results, Saving
 from .leaving import PREEMPTED_S, Leaving
 from .loops import Loop, undisturbed
 from .metrics import Pace, StatusReport, Vitals
@@ -39,6 +38,8 @@ from .weights import Snapshots, WeightFollower
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.2
+GATES = frozenset({"pause", "sleep"})
+"""Actions that keep a worker from serving until another one ends that."""
 AHEAD_S = 1.0
 """Beyond what runs, a worker claims what it can start within so many seconds by the rate at which its samples end."""
 
@@ -53,7 +54,7 @@ class Worker:
         """Set once the engine is up and the worker holds its first lease."""
         self._engine = engine
         self._host = socket.gethostname()
-        self._held = HeldJobs()
+        self._held = HeldJobs(self._dropped)
         self._tools = ToolReader()
         shards = parse_shards(config.redis_url).count
         self._outbox = Outbox(self._published, self._unpublishable, shards)
@@ -66,20 +67,22 @@ class Worker:
             on_failed=self._failed,
             on_dead=self._engine_died,
         )
+        look = self._room, self._serves
+        self._claims = ClaimLoop(*look, holds=self._held.unpublished_of, pace=lambda: self._generation.pace)
         self.vitals = Vitals(self._generation, config.lease_s)
         self._report = StatusReport(self._host, engine, self._held, self.vitals, config.max_running)
-        self._checkpoints = Checkpoints(self._held, config.checkpoint_s, engine.progress, self._fenced)
-        self._streaming = Streaming(engine.progress, self._fenced)
-        self._deadlines = Deadlines(self._held, self._drop)
-        self._handback = Handback(self._held, config.max_lost, self._host, lambda: self._lease, self._drop)
+        self._saving = Saving(self._held, config.checkpoint_s, engine.progress)
+        self._deadlines = Deadlines(self._held)
+        self._handback = Handback(self._held, config.max_lost, self._host, lambda: self._lease)
         self._admission = Admission(
             engine,
             tokenizer,
             self._tools,
             self._held,
+            self._claims,
             handback=self._handback,
             deadlines=self._deadlines,
-            streaming=self._streaming,
+            saving=self._saving,
             media_hosts=config.media_hosts,
             begin=self._begin,
             lacks=self._refuse_or_release,
@@ -87,7 +90,6 @@ class Worker:
         self._notices = None if config.spot is None else notices_of(config.spot)
         self._journal = WorkerJournal(config.journal, self._status, self._admission.claimed)
         self._follower: WeightFollower | None = None
-        self._claims: ClaimLoop | None = None
         self._lease: Lease | None = None
         self._witnesses = [Witness() for _ in range(shards)]
         self._draining = asyncio.Event()
@@ -96,8 +98,6 @@ class Worker:
         self._keeper = EngineKeeper(*runs, handback=self._handback, most=config.engine_restarts)
         self._moving = Moving(engine, self._generation, self._held, self._handback)
         self._leaving = Leaving(*runs, self._handback)
-        self._service = Service(engine, self._generation, self._handback, self._outbox, poke=self._poke)
-        self._blocks = Blocks(self._generation.state, self._keeper, self._journal)
         self._commands: Commands | None = None
         self._box: CommandBox | None = None
 
@@ -111,7 +111,7 @@ class Worker:
         """
         self._leaving.by.within(self.config.drain_s if within_s is None else within_s)
         self._draining.set()
-        self._poke()
+        self._claims.poke()
 
     async def run(self) -> None:
         """Serve until drained. Raises ConfigError, RedisUnavailable or EngineError if it cannot start or go on."""
@@ -119,23 +119,27 @@ class Worker:
         redis = connect(self.config.redis_url, pool=self.config.pool)
         listener, waker = (connect(self.config.redis_url, pool=self.config.pool, blocking=True) for _ in range(2))
         ledger = Ledger(redis, self.config.pool)
-        served = self._engine, self._generation, ledger, self._engine_died, self._journal
-        self._follower = WeightFollower(*served, snapshots=snapshots)
-        self._service.follower = self._follower
-        self._commands = worker_commands(
-            *(self._engine, self._generation, self._follower, self._service, ledger),
+        self._follower = WeightFollower(
+            *(self._engine, self._generation, ledger, self._engine_died),
+            journal=self._journal,
+            vitals=self.vitals,
+            snapshots=snapshots,
+        )
+        parts = WorkerParts(
+            *(self._engine, self._generation, self._follower, ledger, self._claims, self._handback, self._outbox),
             journal=self._journal,
             drain=self.drain,
-            state=self._current_state,
-            on_done=self._blocks.done,
+            called=self._current_state,
         )
+        self._commands = Commands(HANDLERS, parts, self._command_done)
         try:
             await ping(redis)
-            async with beside(self._heed_notices()), beside(says_it_starts(redis, self.config.pool, self.joined)):
+            async with beside(self._heed_notices(), says_it_starts(redis, self.config.pool, self.joined)):
                 await self._start_engine(ledger)
-                async with beside(undisturbed(self._commands.run)):
+                watched = [] if self.config.metrics_port is None else [self.vitals.watch_cache(self._engine)]
+                async with beside(undisturbed(self._commands.run), *watched):
                     while not self._draining.is_set():
-                        await self._incarnation(redis, listener, waker)
+                        await self._incarnation(redis, listener, waker, parts)
         finally:
             await self._tools.close()
             await self._engine.close()
@@ -166,7 +170,7 @@ class Worker:
             log.info("the checkpoint was not read: the pool's newest version comes first")
             self._generation.state.broken()  # without one in time the engine starts again, with the checkpoint
 
-    async def _incarnation(self, redis: Redis, listener: Redis, waker: Redis) -> None:
+    async def _incarnation(self, redis: Redis, listener: Redis, waker: Redis, parts: WorkerParts) -> None:
         """Serve under one lease, until it is lost or the worker is drained."""
         assert self._follower is not None
         self.worker_id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -176,10 +180,7 @@ class Worker:
         can = can_of(info.context_length, info.features, not info.features & POOLING_FEATURES)
         for part in lease.parts:
             part.can, part.engine = can, info.kind
-        look, pace = (self._room, self._serves, self._admission.admit), lambda: self._generation.pace
-        self._claims = ClaimLoop(lease, waker, *look, holds=self._held.unpublished_of, pace=pace)
-        self._service.claims = self._admission.claims = self._claims
-        memberships = Memberships(lease, self.config.beat_s, self.config.max_lost, self._forget, self._poke)
+        memberships = Memberships(lease, self.config.beat_s, self.config.max_lost, self._forget, self._claims.poke)
         ears = getattr(listener, "shards", ()) or (listener,)
         bell, *others = bells = [Bell(one, self.config.pool, shard) for shard, one in enumerate(ears)]
         hears = [(its.listen, partial(self._on_ring, part)) for its, part in zip(bells, lease.parts, strict=True)]
@@ -198,15 +199,14 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 taking: list[Loop] = [
-                    self._claims.run,
+                    partial(self._claims.run, lease, waker, self._admission.admit),
                     partial(self._follower.run, self.worker_id, self._weights_changed),
                     partial(self._keeper.run, lease, self._claims, self._follower.restarted),
                 ]
                 giving: list[Loop] = [
                     partial(memberships.run, lambda: self.vitals.beat(self._status()), self._on_beat),
                     partial(self._outbox.run, lease),
-                    partial(self._checkpoints.run, lease),
-                    partial(self._streaming.run, lease),
+                    partial(self._saving.run, lease),
                     self._moving.run,
                     partial(self._deadlines.run, lease),
                     *(partial(listen, on_ring) for listen, on_ring in hears),
@@ -219,7 +219,7 @@ class Worker:
                 slow = self._claims.aside
                 for task in running[: len(taking)]:
                     task.cancel()
-                await self._leaving.leave(lease, slow, self._service.lift)
+                await self._leaving.leave(lease, slow, partial(lift, parts))
                 for task in running:
                     task.cancel()
         except BaseExceptionGroup as group:
@@ -239,17 +239,17 @@ class Worker:
         """The lease in one shard of several is lost."""
         self._journal.worker("lease lost", shard=lease.keys.shard)
         self._outbox.clear(lease)
-        waiting = [claim.job_id for claim in self._claims.aside] if self._claims is not None else []
+        waiting = (claim.job_id for claim in self._claims.aside)
         for job_id in [*waiting, *(held.id for held in self._held)]:
             if lease.has(job_id):
-                self._drop(job_id)
+                self._claims.drop(job_id)
+                self._held.drop(job_id)
 
     def _forget_everything(self, lease: Lease) -> None:
         for held in self._held:
             self._held.drop(held.id)
         self._outbox.clear(lease)
         self._generation.clear()
-        self._generation.in_flight.abort_dropped()
 
     # --- jobs in, samples out --------------------------------------------------------------------------------------
 
@@ -257,10 +257,9 @@ class Worker:
         if self._draining.is_set() or not self._generation.state.serves:
             return 0
         # Slow media of some jobs keep no others from being claimed, as long as they are fewer than a full worker.
-        slow = self._claims.slow() if self._claims is not None else 0
         ahead = min(self.config.capacity - self.config.max_running, math.ceil(self._finishes_per_s * AHEAD_S))
         full = min(self.config.max_running + ahead, self._generation.slots.limit)
-        return full - self._held.unpublished - max(0, slow - self.config.capacity)
+        return full - self._held.unpublished - max(0, self._claims.slow() - self.config.capacity)
 
     def _serves(self) -> tuple[int, dict[str, int]]:
         return self._generation.version, self._engine.info.adapters.current()
@@ -297,25 +296,18 @@ class Worker:
     def _published(self, finished: Finished, state: str) -> None:
         if state == "fenced":
             self._report.refused_publishes += 1
-            self._fenced(finished.job_id, finished.attempt)
+            self._held.drop(finished.job_id, finished.attempt)
         else:
             self._held.published(finished.job_id, finished.attempt, finished.sample)
-        self._poke()
+        self._claims.poke()
 
     def _unpublishable(self, finished: Finished, error: Exception) -> None:
         if self._held.get(finished.job_id, finished.attempt) is not None:
             self._handback.bury(finished.job_id, finished.attempt, "cannot be published", error)
 
-    def _fenced(self, job_id: str, attempt: int) -> None:
-        if self._held.get(job_id, attempt) is not None:
-            self._drop(job_id)
-
-    def _drop(self, job_id: str) -> None:
-        if self._claims is not None:
-            self._claims.drop(job_id)
-        if self._held.drop(job_id) is not None:
-            self._generation.in_flight.abort_dropped()
-            self._poke()
+    def _dropped(self) -> None:
+        self._generation.in_flight.abort_dropped()
+        self._claims.poke()
 
     # --- what it hears ---------------------------------------------------------------------------------------------
 
@@ -329,7 +321,6 @@ class Worker:
             # Given back, because Redis may have lost the list and not the jobs. What has ended is not taken again.
             await self._handback.release(lease, [held for held in self._held if held.id in gone])
         await self._handback.disown(lease, beat.held > len(held_here), self._known)
-        self._generation.in_flight.abort_dropped()
         if lease.keys.shard == 0:
             self.vitals.committed = beat.committed
             self._generation.slots.grow()
@@ -339,7 +330,7 @@ class Worker:
             self._engine_died()
 
     def _known(self) -> set[str] | None:
-        if self._claims is None or self._claims.under_way:
+        if self._claims.under_way:
             return None
         slow = {claim.job_id for claim in self._claims.aside}
         return {held.id for held in self._held} | self._outbox.jobs() | slow
@@ -348,7 +339,8 @@ class Worker:
         kind = ring.get("kind")
         if kind == "cancel":
             for job_id in ring.get("ids", "").split():
-                self._drop(job_id)
+                self._claims.drop(job_id)
+                self._held.drop(job_id)
         elif kind == "stop":
             for held in filter(None, map(self._held.get, ring.get("ids", "").split())):
                 self._generation.end(held.samples.values())
@@ -362,6 +354,13 @@ class Worker:
         elif kind == "command" and self._commands and self._box and ring.get("worker", "") in {"", self.worker_id}:
             self._commands.hear(self._box, ring.get("id", ""))
 
+    def _command_done(self, command: Command, reply: CommandReply) -> None:
+        """A command was done, or refused."""
+        self._journal.command(command, reply)
+        if reply.ok and command.action in GATES:
+            ordered = f"{command.action} {command.params.get('mode', '')}".strip()
+            self._generation.state.ordered_by = ordered + (f" by {command.sender}" if command.sender else "")
+
     def _engine_died(self) -> None:
         if self._generation.state.died():  # an update under way gives up the turn, which the restart waits for
             self._journal.worker("engine died")
@@ -370,16 +369,13 @@ class Worker:
         if self._generation.state.in_service:
             self.vitals.startup.serves()
         if waiting or (self._lease is not None and len(self._lease.parts) > 1):  # other shards were not asked
-            self._poke()
-
-    def _poke(self) -> None:
-        if self._claims is not None:
             self._claims.poke()
 
     def _status(self) -> WorkerStatus:
         assert self._follower is not None
-        blocks = self._blocks.told(state := self._current_state(), self._follower)
-        return self._report.write(self.worker_id, state, self._keeper.restarts, **blocks)
+        state, keeper = self._current_state(), self._keeper
+        blocks = self._generation.state.blocks() | self._follower.blocks()
+        return self._report.write(self.worker_id, state, blocks, restarts=keeper.restarts, in_a_row=keeper.in_a_row)
 
     def _current_state(self) -> WorkerState:
         return self._generation.state.named(draining=self._draining.is_set())

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rolloutmq.worker.engine import EngineInfo, EngineOutput, EngineRequest, LoadedAdapters, Progress
+from rolloutmq.worker.engine import EngineInfo, EngineOutput, EngineRequest, Generated, LoadedAdapters
 
 from .load import PROMPT, Case, step_of
 
@@ -110,12 +110,12 @@ class SimulatedEngine:
         self._change()
         return await future
 
-    def progress(self, request_id: str, start: int = 0) -> Progress | None:
+    def progress(self, request_id: str, start: int = 0) -> Generated | None:
         if request_id not in self._running:
             return None
         self._advance(self._clock.now())
         tokens = slice(start, int(self._steps - self._running[request_id][1]))
-        return Progress(TOKENS[tokens], LOGPROBS[tokens])
+        return Generated(TOKENS[tokens], LOGPROBS[tokens])
 
     def abort(self, request_id: str) -> None:
         if request_id in self._running:

@@ -60,7 +60,7 @@ class Worker:
 
     def __init__(self, pool: Pool, number: int) -> None:
         self.pool, self.id = pool, f"w{number:04d}"
-        self.held = HeldJobs()
+        self.held = HeldJobs(self._dropped)
         self.outbox = Outbox(self._published, self._failed)
         self.engine = SimulatedEngine(pool.clock, pool.case, pool.lengths)
         hears = {"on_finished": self._finished, "on_refused": self._failed, "on_failed": self._failed}
@@ -68,18 +68,18 @@ class Worker:
         self.lease = CountedLease(pool.redis, POOL, self.id, pool.lease_s)
         self.lease.counts = pool.counts
         self.lease.can = can_of(INFO.context_length, INFO.features, True)
-        look = self._room, lambda: (0, {}), self._admit
+        look = self._room, lambda: (0, {})
         shares = {"holds": lambda _: self.held.unpublished, "pace": lambda: self.generation.pace} if Moving else {}
-        self.claims = ClaimLoop(self.lease, pool.waker, *look, **shares)
+        self.claims = ClaimLoop(*look, **shares)
         self.membership = Membership(self.lease, SHORT_BEAT_S, MAX_LOST)
         self.leaving = False
         self._tasks: list[asyncio.Task[None]] = []
-        self.handback = Handback(self.held, MAX_LOST, "simulated", lambda: self.lease, self._drop)
+        self.handback = Handback(self.held, MAX_LOST, "simulated", lambda: self.lease)
         self.moving = Moving and Moving(self.engine, self.generation, self.held, self.handback)
 
     async def join(self) -> None:
         await self.membership.join(self.status())
-        loops = [self.claims.run(), self.outbox.run(self.lease)]
+        loops = [self.claims.run(self.lease, self.pool.waker, self._admit), self.outbox.run(self.lease)]
         if self.moving is not None:
             loops.append(self.moving.run())
         if self.pool.case.churn:
@@ -148,16 +148,15 @@ class Worker:
 
     def _published(self, finished: Finished, state: str) -> None:
         if state == "fenced":
-            self._drop(finished.job_id)
+            self.held.drop(finished.job_id)
         else:
             self.held.published(finished.job_id, finished.attempt, finished.sample)
         self.pool.published(state)
         self.claims.poke()
 
-    def _drop(self, job_id: str) -> None:
-        if self.held.drop(job_id) is not None:
-            self.generation.in_flight.abort_dropped()
-            self.claims.poke()
+    def _dropped(self) -> None:
+        self.generation.in_flight.abort_dropped()
+        self.claims.poke()
 
     def _failed(self, *what: object) -> None:
         raise SystemExit(f"{self.id}: {what}")

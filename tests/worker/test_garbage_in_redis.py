@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from rolloutmq.worker.lease import Membership
 from rolloutmq.worker.loops import undisturbed
 
 BAD = b"\xff\xfe"
+NEWER = b"\x09\x00\x05\x80"
+"""An announcement of a release to come."""
 LAST_ID = "18446744073709551615-18446744073709551615"
 
 
@@ -40,12 +43,14 @@ async def serves(broker: Broker, running: Any) -> None:
 
 RINGS: list[dict[Any, Any]] = [
     {BAD: BAD},
+    {b"kind": b"cancel"},
     {b"kind": b"cancel", b"ids": BAD},
     {b"kind": b"stop", b"ids": b"\x00 \xff"},
     {b"kind": b"command", b"id": BAD, b"worker": b""},
     {b"kind": BAD, b"id": b""},
     {b"kind": b"weights", b"epoch": b"1", b"told": BAD},
     {b"kind": b"weights", b"epoch": BAD, b"told": b"AAAA"},
+    {b"kind": b"weights", b"epoch": b"1", b"told": base64.b64encode(NEWER)},
 ]
 
 
@@ -83,7 +88,7 @@ def announcement() -> dict[Any, Any]:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"st": BAD}, {"st": ""}, {"lost": BAD}, {BAD: BAD}, {b"report:" + BAD: BAD}, {"m": BAD}],
+    [{"st": BAD}, {"st": ""}, {"lost": BAD}, {BAD: BAD}, {b"report:" + BAD: BAD}, {"m": BAD}, {"m": NEWER}],
 )
 async def test_no_transfer_ends_a_worker(damage: dict[Any, Any], redis_db: str, broker: Broker, db: Redis) -> None:
     async with worker(redis_db) as running:

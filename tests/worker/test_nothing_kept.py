@@ -28,7 +28,7 @@ async def test_no_kind_of_object_grows_with_the_samples(redis_db: str, broker: B
             await broker.enqueue([job(n=2, sampling=SHORT, stream=i % 2 == 0) for i in range(JOBS)])
             done = before + 2 * JOBS
             await eventually(lambda: running.generation.finished == done and not running.status.held, 60)
-            await eventually(lambda: not running.worker._streaming._samples, 60)
+            await eventually(lambda: not running.worker._saving._streamed, 60)
             await db.delete(broker.keys.reply("client"), broker.keys.news("client"))
             return objects()
 

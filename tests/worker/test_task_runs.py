@@ -130,6 +130,8 @@ async def test_errors_end_as_those_of_samples_do(outcomes: Outcomes) -> None:
     await eventually(lambda: generation.running == 0, what="their ends")
     assert (len(outcomes.refused), len(outcomes.failed), outcomes.deaths) == (1, 1, 1)
     assert len(generation.died_with) == 1
+    assert generation.errors == {"refused": 1, "failed": 1, "dead": 1}
+    assert generation.busy_since == 0.0
 
 
 async def test_there_is_nothing_to_save_of_it_and_nothing_to_end_it_with(outcomes: Outcomes) -> None:
@@ -137,7 +139,7 @@ async def test_there_is_nothing_to_save_of_it_and_nothing_to_end_it_with(outcome
     outcomes.generation.add([one])
     await outcomes.asked(1)
     assert one.unsaved(lambda *_: None) is None
-    one.ending = True
+    outcomes.generation.end([one])
     outcomes.engine.abort_all()
     await outcomes.asked(2)
     outcomes.engine.answer(1)

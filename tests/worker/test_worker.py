@@ -194,14 +194,6 @@ async def test_cancelling_frees_the_slot(redis_db: str, broker: Broker) -> None:
     assert [outcomes[one.id].outcome for one in (long, queued)] == ["cancelled", "cancelled"]
 
 
-async def test_a_deadline_stops_a_running_job(redis_db: str, broker: Broker) -> None:
-    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=1)) as running:
-        await broker.enqueue([job(sampling=SLOW, deadline_s=0.3)])
-        (reply,) = await wait_replies(broker, 1)
-        assert reply.outcome.outcome == "expired"
-        await eventually(lambda: runs(running.engine, 0), what="the slot to be free")
-
-
 async def test_never_more_than_max_running_and_never_less_while_there_is_work(redis_db: str, broker: Broker) -> None:
     engine = ScriptedEngine(tokens_per_s=100)
     peak = 0

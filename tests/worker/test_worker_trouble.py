@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.pools.pool import check_scripted, eventually, runs, wait_replies, worker
+from support.pools.pool import check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import job
 
 from rolloutmq.messages import Broker, EngineError, Lease, LeaseLost, SamplingParams
@@ -48,40 +48,6 @@ async def test_an_engine_that_dies_while_results_wait_to_be_published(
     assert {result.sample for result in results} == {0, 1}
 
 
-async def test_a_passing_failure_is_tried_again_and_not_buried(redis_db: str, broker: Broker) -> None:
-    class Moody(ScriptedEngine):
-        failures = 1
-
-        async def generate(self, request: EngineRequest) -> EngineOutput:
-            if self.failures:
-                self.failures -= 1
-                raise EngineError("503: come back later")
-            return await super().generate(request)
-
-    async with worker(redis_db, engine=Moody()):
-        await broker.enqueue([job(sampling=SHORT)])
-        (reply,) = await wait_replies(broker, 1)
-    assert reply.outcome.ok
-    assert reply.outcome.attempt == 2
-
-
-async def test_an_engine_that_answers_no_abort_does_not_keep_a_worker_from_leaving(
-    redis_db: str, broker: Broker
-) -> None:
-    class Deaf(ScriptedEngine):
-        def abort_all(self) -> None:
-            pass
-
-    held = job(sampling=LONG)
-    async with worker(redis_db, engine=Deaf(tokens_per_s=1), drain_s=1.0) as running:
-        await broker.enqueue([held])
-        await eventually(lambda: runs(running.engine))
-        running.worker.drain()
-        await running.task
-    load = await broker.load()
-    assert (load.open_jobs, sum(load.queued)) == (1, 1)
-
-
 async def test_a_drain_ends_an_engines_start(redis_db: str) -> None:
     engine = ScriptedEngine(start_s=3600)
     starting = Worker(WorkerConfig(redis_url=redis_db), engine, NoTokenizer())
@@ -106,7 +72,7 @@ async def test_transfers_are_followed_after_redis_lost_its_numbers(redis_db: str
         assert running.generation.version == 1
 
 
-async def test_a_failed_job_is_handed_back_though_redis_is_away_for_a_moment(
+async def test_a_failed_job_is_tried_again_though_redis_is_away_for_a_moment(
     redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, refusals = Lease.release, iter([True])

@@ -1,7 +1,8 @@
 """What operators ask of a worker: each command taken once, in order, and answered."""
 
-from .pause import Service
+from .parts import WorkerParts
+from .pause import lift
 from .queue import Commands, beside
-from .table import worker_commands
+from .table import HANDLERS
 
-__all__ = ["Commands", "Service", "beside", "worker_commands"]
+__all__ = ["HANDLERS", "Commands", "WorkerParts", "beside", "lift"]

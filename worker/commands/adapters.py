@@ -7,69 +7,53 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...messages.errors import EngineError, InvalidField, RequestRefused
+from ...messages.errors import InvalidField, RequestRefused
 from ...messages.model import LoadAdapterParams, NoParams, UnloadAdapterParams
-from ..engine import FEATURE, NOT_ENABLED, Engine
-from ..weights import LOAD_S, AdapterFollower
-from .queue import Handler
+from ..engine import FEATURE, NOT_ENABLED
+from .parts import WorkerParts
 
 
-class AdapterCommands:
-    """The commands about LoRA adapters, for one worker."""
+async def adapters(on: WorkerParts, params: NoParams, deadline: float) -> Mapping[str, Any]:
+    loaded = on.engine.info.adapters
+    return {
+        "enabled": FEATURE in on.engine.info.features,
+        "adapters": {name: list(versions) for name, versions in loaded.versions().items()},
+        "pinned": [f"{name}@{version}" for name, version in sorted(loaded.pinned)],
+    }
 
-    def __init__(self, engine: Engine, follower: AdapterFollower) -> None:
-        self._engine, self._follower = engine, follower
 
-    def handlers(self) -> dict[str, Handler]:
-        """Each action and the function that does it."""
-        return {"adapters": self._list, "load_adapter": self._load, "unload_adapter": self._unload}
+async def load_adapter(on: WorkerParts, params: LoadAdapterParams, deadline: float) -> Mapping[str, Any]:
+    from ...sync.adapters import read_adapter  # noqa: PLC0415 – torch
 
-    async def _list(self, params: NoParams, deadline: float) -> Mapping[str, Any]:
-        loaded = self._engine.info.adapters
-        return {
-            "enabled": FEATURE in self._engine.info.features,
-            "adapters": {name: list(versions) for name, versions in loaded.versions().items()},
-            "pinned": [f"{name}@{version}" for name, version in sorted(loaded.pinned)],
-        }
+    _check(on)
+    loaded = on.engine.info.adapters
+    if loaded.has(params.name, params.version):
+        raise InvalidField("version", params.version, f"one of {params.name!r} that this worker does not have")
+    adapter = await asyncio.to_thread(read_adapter, Path(params.path), params.name, params.version)
+    await on.follower.adapters.load(adapter)
+    if params.pinned:
+        loaded.pinned.add((params.name, params.version))
+    return await adapters(on, NoParams(), deadline)
 
-    async def _load(self, params: LoadAdapterParams, deadline: float) -> Mapping[str, Any]:
-        from ...sync.adapters import read_adapter  # noqa: PLC0415 – torch
 
-        self._check()
-        loaded = self._engine.info.adapters
-        if loaded.has(params.name, params.version):
-            raise InvalidField("version", params.version, f"one of {params.name!r} that this worker does not have")
-        adapter = await asyncio.to_thread(read_adapter, Path(params.path), params.name, params.version)
-        async with asyncio.timeout(LOAD_S):
-            await self._engine.load_adapter(adapter)
-        loaded.add(params.name, params.version)
-        if params.pinned:
-            loaded.pinned.add((params.name, params.version))
-        return await self._list(NoParams(), deadline)
+async def unload_adapter(on: WorkerParts, params: UnloadAdapterParams, deadline: float) -> Mapping[str, Any]:
+    _check(on)
+    loaded = on.engine.info.adapters
+    versions = loaded.versions().get(params.name, ())
+    if params.version is not None:
+        versions = tuple(version for version in versions if version == params.version)
+    if not versions:
+        has = {name: list(there) for name, there in loaded.versions().items()}
+        raise InvalidField("name", params.name, f"an adapter, and version, that this worker has: {has or 'none'}")
+    if used := [version for version in versions if loaded.used(params.name, version)]:
+        raise RequestRefused(f"unload_adapter: samples use {params.name}@{used[0]}; wait for them, or cancel them")
+    on.follower.adapters.dismiss(params.name, max(versions))
+    for version in versions:
+        await on.follower.adapters.unload(params.name, version)
+        loaded.pinned.discard((params.name, version))
+    return await adapters(on, NoParams(), deadline)
 
-    async def _unload(self, params: UnloadAdapterParams, deadline: float) -> Mapping[str, Any]:
-        self._check()
-        loaded = self._engine.info.adapters
-        versions = loaded.versions().get(params.name, ())
-        if params.version is not None:
-            versions = tuple(version for version in versions if version == params.version)
-        if not versions:
-            has = {name: list(there) for name, there in loaded.versions().items()}
-            raise InvalidField("name", params.name, f"an adapter, and version, that this worker has: {has or 'none'}")
-        if used := [version for version in versions if loaded.used(params.name, version)]:
-            raise RequestRefused(f"unload_adapter: samples use {params.name}@{used[0]}; wait for them, or cancel them")
-        self._follower.dismiss(params.name, max(versions))
-        for version in versions:
-            loaded.remove(params.name, version)
-            try:
-                async with asyncio.timeout(LOAD_S):
-                    await self._engine.unload_adapter(params.name, version)
-            except (EngineError, TimeoutError):
-                loaded.add(params.name, version)
-                raise
-            loaded.pinned.discard((params.name, version))
-        return await self._list(NoParams(), deadline)
 
-    def _check(self) -> None:
-        if FEATURE not in self._engine.info.features:
-            raise RequestRefused(NOT_ENABLED)
+def _check(on: WorkerParts) -> None:
+    if FEATURE not in on.engine.info.features:
+        raise RequestRefused(NOT_ENABLED)

@@ -10,48 +10,27 @@ from typing import Any
 from ...messages.errors import RolloutMQError
 from ...messages.model import JournalParams, StartProfileParams, StopProfileParams
 from ...messages.remote import open_url
-from ..engine import Engine
-from ..journaling import WorkerJournal
-from .queue import Handler
+from .parts import WorkerParts
 
 
-class ProfileCommands:
-    """The commands that start and stop the profiler, for one worker."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def handlers(self) -> dict[str, Handler]:
-        """Each action and the function that does it."""
-        return {"start_profile": self._start, "stop_profile": self._stop}
-
-    async def _start(self, params: StartProfileParams, deadline: float) -> Mapping[str, Any]:
-        return await self._engine.operate("start_profile", params.model_dump(exclude_none=True))
-
-    async def _stop(self, params: StopProfileParams, deadline: float) -> Mapping[str, Any]:
-        if params.upload:
-            await asyncio.to_thread(open_url, params.upload, "upload to")  # before anything is written
-        result = dict(await self._engine.operate("stop_profile", {}))
-        folder = Path(str(result["folder"]))
-        if params.fetch_bytes:
-            result["fetched"] = await asyncio.to_thread(_fetch, folder, list(result["files"]), params.fetch_bytes)
-        if params.upload:
-            result |= await asyncio.to_thread(upload, folder, params.upload)
-        return result
+async def start_profile(on: WorkerParts, params: StartProfileParams, deadline: float) -> Mapping[str, Any]:
+    return await on.engine.operate("start_profile", params.model_dump(exclude_none=True))
 
 
-class JournalCommands:
-    """The command that switches one worker's journal on and off."""
+async def stop_profile(on: WorkerParts, params: StopProfileParams, deadline: float) -> Mapping[str, Any]:
+    if params.upload:
+        await asyncio.to_thread(open_url, params.upload, "upload to")  # before anything is written
+    result = dict(await on.engine.operate("stop_profile", {}))
+    folder = Path(str(result["folder"]))
+    if params.fetch_bytes:
+        result["fetched"] = await asyncio.to_thread(_fetch, folder, list(result["files"]), params.fetch_bytes)
+    if params.upload:
+        result |= await asyncio.to_thread(upload, folder, params.upload)
+    return result
 
-    def __init__(self, journal: WorkerJournal) -> None:
-        self._journal = journal
 
-    def handlers(self) -> dict[str, Handler]:
-        """Each action and the function that does it."""
-        return {"journal": self._switch}
-
-    async def _switch(self, params: JournalParams, deadline: float) -> Mapping[str, Any]:
-        return await (self._journal.begin(params.folder) if params.switch == "on" else self._journal.end())
+async def switch_journal(on: WorkerParts, params: JournalParams, deadline: float) -> Mapping[str, Any]:
+    return await (on.journal.begin(params.folder) if params.switch == "on" else on.journal.end())
 
 
 def _fetch(folder: Path, names: list[str], most: int) -> dict[str, bytes]:

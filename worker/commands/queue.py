@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from importlib import metadata
 from typing import Any, Literal, get_args
 
@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from ...messages.broker import CommandBox
 from ...messages.errors import MessageError, RolloutMQError
 from ...messages.model import ACTIONS, Command, CommandReply, check_params
+from .parts import Handler, WorkerParts
 
 log = logging.getLogger(__name__)
 Lane = Literal["now", "gate", "profile", "journal", "work"]
@@ -35,8 +36,6 @@ LANES: Mapping[str, Lane] = {
 }
 """All others are "work"."""
 GOODBYE_S = 2.0
-Handler = Callable[[Any, float], Awaitable[Mapping[str, Any]]]
-"""Takes the checked parameters and the deadline on time.monotonic, and returns plain data."""
 
 
 class UnknownAction(RolloutMQError):
@@ -60,26 +59,25 @@ def own_version() -> str:
 
 
 @contextlib.asynccontextmanager
-async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """`work` runs as long as the block does."""
-    task = asyncio.create_task(work)
+    tasks = [asyncio.create_task(one) for one in work]
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Commands:
     """Takes, does and answers the commands of one worker, over all its incarnations."""
 
     def __init__(
-        self,
-        handlers: Mapping[str, Handler],
-        on_done: Callable[[Command, CommandReply], None] = lambda command, reply: None,
+        self, handlers: Mapping[str, Handler], parts: WorkerParts, on_done: Callable[[Command, CommandReply], None]
     ) -> None:
         """handlers: one for each action of `messages.model.ACTIONS`. on_done: called when one was done, or refused."""
-        self._handlers, self._on_done = handlers, on_done
+        self._handlers, self._parts, self._on_done = handlers, parts, on_done
         self._heard: asyncio.Queue[tuple[CommandBox, str]] = asyncio.Queue()
         self._lanes: dict[Lane, asyncio.Queue[tuple[CommandBox, Command, float]]] = {
             lane: asyncio.Queue() for lane in get_args(Lane) if lane != "now"
@@ -173,7 +171,7 @@ class Commands:
                 raise UnknownAction(f"{action}: this worker (rolloutmq {own_version()}) knows {known}")
             if time.monotonic() >= deadline:
                 raise CommandTimeout(f"{action}: others went first until its time was over; it was not begun")
-            result = await self._handlers[action](check_params(action, command.params), deadline)
+            result = await self._handlers[action](self._parts, check_params(action, command.params), deadline)
         except RolloutMQError as error:
             reply = box.failure(command.id, error)  # its text can be encoded; the error's own need not be
             log.warning("command %s: %s: %s", command.id, reply.kind, reply.error)

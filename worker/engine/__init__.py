@@ -8,8 +8,8 @@ from .protocol import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    Generated,
     MatchedStop,
-    Progress,
     Wanted,
 )
 from .tasks import POOLING_FEATURES, TASK_FEATURES, TaskOutput, TaskRequest
@@ -27,9 +27,9 @@ __all__ = [
     "EngineOutput",
     "EngineRequest",
     "FinishReason",
+    "Generated",
     "LoadedAdapters",
     "MatchedStop",
-    "Progress",
     "TaskOutput",
     "TaskRequest",
     "Wanted",

@@ -106,16 +106,34 @@ class EngineOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """What a running request has generated: token_ids, (n,) int32, and logprobs, (n,) float32, as in EngineOutput.
+class Generated:
+    """Tokens, of one leg or several: token_ids, (n,) int32, and logprobs, (n,) float32, as in EngineOutput.
 
     token_arrays: as there, all that were wanted, one row per token. An engine that only has them at the end reports no
     progress for a request that wants them.
     """
 
-    token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
+    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     token_arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def then(self, more: Generated) -> Generated:
+        """This and `more` after it. Both have the same arrays, unless one of them has no tokens."""
+        if not len(self) or not len(more):
+            return self if len(self) else more
+        return Generated(
+            np.concatenate([self.token_ids, more.token_ids]),
+            np.concatenate([self.logprobs, more.logprobs]),
+            {name: np.concatenate([rows, more.token_arrays[name]]) for name, rows in self.token_arrays.items()},
+        )
+
+    def cut(self, start: int = 0, end: int | None = None) -> Generated:
+        """Tokens `start` to `end` (not included; None is the last one)."""
+        arrays = {name: rows[start:end] for name, rows in self.token_arrays.items()}
+        return Generated(self.token_ids[start:end], self.logprobs[start:end], arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +141,7 @@ class EngineInfo:
     """What the engine is. A worker's size, the check of a job, and the replay of a result need it.
 
     context_length: most tokens of prompt and output together.
-    gpu: unique id of the GPU, for an engine that runs on exactly one. gpu_model: what its GPUs are called, "" for none.
+    gpu_model: what its GPUs are called, "" for none.
     features: optional job fields that this engine supports. A job that uses another one is refused by name.
     deterministic: whether it samples by seeds, and a token does not depend on its batch.
     adapters: the LoRA adapters in it. The worker keeps this up to date. Empty after a start.
@@ -140,7 +158,6 @@ class EngineInfo:
     context_length: int
     tp_size: int = 1
     ep_size: int = 1
-    gpu: str = ""
     gpu_model: str = ""
     features: frozenset[str] = field(default_factory=frozenset)
     deterministic: bool = False
@@ -205,7 +222,7 @@ class Engine(Protocol):
         """
         ...
 
-    def progress(self, request_id: str, start: int = 0) -> Progress | None:
+    def progress(self, request_id: str, start: int = 0) -> Generated | None:
         """Return what a running request has generated from token `start` on, or None if that is not known.
 
         It may lag behind a little. It costs only the copy, because the engine is not asked.

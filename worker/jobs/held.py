@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ...messages.broker import Claim, Lease, Release
 from ...messages.codec import Job, Result
-from ..engine import EngineInfo, Progress
+from ..engine import EngineInfo, Generated
 from ..text import Tokenizer
 from .sample import SampleRun
 from .task import Run, TaskRun
@@ -31,7 +31,7 @@ class HeldJob:
     def id(self) -> str:
         return self.job.id
 
-    def release(self, lost: bool = False, progress: Callable[[str, int], Progress | None] | None = None) -> Release:
+    def release(self, lost: bool = False, progress: Callable[[str, int], Generated | None] | None = None) -> Release:
         """How to give the job back: with what its unfinished samples have generated so far.
 
         progress(request id, start): what the engine has of a sample that still runs; None leaves that out.
@@ -47,9 +47,10 @@ class HeldJob:
 
 
 class HeldJobs:
-    """All jobs of this worker, by id."""
+    """All jobs of this worker, by id. on_drop(): called when one was dropped; there may be room now."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_drop: Callable[[], None] = lambda: None) -> None:
+        self._on_drop = on_drop
         self._jobs: dict[str, HeldJob] = {}
         self.traces = JobTraces()
         self.unpublished = 0
@@ -90,15 +91,16 @@ class HeldJobs:
             del self._jobs[job_id]
             self.traces.left(job_id)
 
-    def drop(self, job_id: str) -> HeldJob | None:
-        """Forget a job. Tokens that its samples still generate are thrown away."""
-        held = self._jobs.pop(job_id, None)
-        if held is not None:
+    def drop(self, job_id: str, attempt: int | None = None) -> None:
+        """Forget a job, if it is held (in this very attempt, if one is given). Tokens that its samples still generate
+        are thrown away."""
+        if (held := self.get(job_id, attempt)) is not None:
+            del self._jobs[job_id]
             self.traces.left(job_id)
             self.unpublished -= len(held.samples)
             for sample in held.samples.values():
                 sample.dropped = True
-        return held
+            self._on_drop()
 
 
 def as_result(run: Run, worker_id: str, info: EngineInfo, tokenizer: Tokenizer) -> Result:

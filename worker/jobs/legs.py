@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +13,6 @@ from ...messages.model import GenerateJob, Segment, TaskJob, Timings
 from ..engine import EngineInfo
 from .traces import JobTraces
 
-Rows = Mapping[str, npt.NDArray[Any]]
 J = TypeVar("J", GenerateJob, TaskJob)
 
 
@@ -77,33 +75,6 @@ class Leg:
         return sorted(token for token in self._computed if 0 < token < count)
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """token_ids: (n,) int32. logprobs: (n,) float32. rows: named arrays, each (n, …)."""
-
-    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    rows: Rows = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def then(self, more: Generated) -> Generated:
-        """This and `more` after it. Both have the same rows, unless one of them has no tokens."""
-        if not len(self) or not len(more):
-            return self if len(self) else more
-        return Generated(
-            np.concatenate([self.token_ids, more.token_ids]),
-            np.concatenate([self.logprobs, more.logprobs]),
-            {name: np.concatenate([rows, more.rows[name]]) for name, rows in self.rows.items()},
-        )
-
-    def cut(self, start: int = 0, end: int | None = None) -> Generated:
-        """Tokens `start` to `end` (not included; None is the last one)."""
-        rows = {name: rows[start:end] for name, rows in self.rows.items()}
-        return Generated(self.token_ids[start:end], self.logprobs[start:end], rows)
-
-
 @dataclass(slots=True)
 class JobRun(Generic[J]):
     """Sample or input number `index` of a claimed job, on its way through the engine.
@@ -118,6 +89,7 @@ class JobRun(Generic[J]):
     queued_s: float
     _: KW_ONLY
     dropped: bool = False  # cancelled, expired or fenced: what it still generates is thrown away
+    ending: bool = False  # somebody asked to have it as it is: it ends with what it has
     moving: bool = False  # on its way to another worker: it does not run on here
     leg: Leg | None = None  # the one that is in the engine now
     retries: int = 0  # after the engine's memory was not enough

@@ -22,13 +22,13 @@ from ..engine import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    Generated,
     LoadedAdapters,
     MatchedStop,
-    Progress,
     Wanted,
 )
 from ..text import SampleStream
-from .legs import Generated, JobRun, Leg
+from .legs import JobRun, Leg
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ class SampleRun(JobRun[GenerateJob]):
     of the engine, the next leg takes a newer one, and `adapter_segments` says so.
     """
 
-    ending: bool = False  # somebody asked to have it as it is: it ends with what it has
     done: Generated = field(default_factory=Generated)  # by the legs that have ended
     arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # as RolloutResult has them, when known
     segments: list[Segment] = field(default_factory=list)
@@ -176,7 +175,7 @@ class SampleRun(JobRun[GenerateJob]):
         legs = [*self.legs, *[start] * bool(start), *(start + n for n in leg.computed(count))]
         return legs, [*self.in_place, *(start + n for n in leg.in_place(count))]
 
-    def unsaved(self, progress: Callable[[str, int], Progress | None] | None = None) -> Piece | None:
+    def unsaved(self, progress: Callable[[str, int], Generated | None] | None = None) -> Piece | None:
         """The next piece to save: tokens that the pool does not have yet.
 
         progress(request id, start): tokens of the leg in the engine, from number `start` of it on.
@@ -190,8 +189,8 @@ class SampleRun(JobRun[GenerateJob]):
         leg, legs, in_place = self.leg, self.legs, self.in_place
         if progress is not None and leg is not None and not (leg.switching or leg.spoiled):
             start = max(0, self._saved - len(self.done))
-            if (more := progress(leg.request_id, start)) is not None and len(more.token_ids):
-                unsaved = unsaved.then(Generated(more.token_ids, more.logprobs, more.token_arrays))
+            if more := progress(leg.request_id, start):
+                unsaved = unsaved.then(more)
                 segments = join_segments([*segments, *leg.segments(start + len(more.token_ids))])
                 legs, in_place = self._lineage(leg, start + len(more.token_ids))
                 if self._adapter is not None:
@@ -210,7 +209,9 @@ class SampleRun(JobRun[GenerateJob]):
             segments=tuple(cut_segments(segments, start=self._saved, end=end)),
             adapter_segments=lora,
             **_told(_between(legs, self._saved, end), _between(in_place, self._saved, end)),
-            **({"token_arrays": unsaved.rows} if unsaved.rows else {}),  # what is not there does not travel
+            **(
+                {"token_arrays": unsaved.token_arrays} if unsaved.token_arrays else {}
+            ),  # what is not there does not travel
             **({"arrays": self.arrays} if self.arrays and not self._arrays_saved else {}),
             **({"text": text} if text is not None else {}),
         )
@@ -271,7 +272,7 @@ class SampleRun(JobRun[GenerateJob]):
             prompt_ids=None if job.token_ids is not None else self.prompt,
             text=text,
             **_told(_between(self.legs, 0, kept), _between(self.in_place, 0, kept)),
-            **({"token_arrays": done.rows} if done.rows else {}),
+            **({"token_arrays": done.token_arrays} if done.token_arrays else {}),
             **({"arrays": self.arrays} if self.arrays else {}),
             **({"cached_tokens": self.cached_tokens} if self.cached_tokens else {}),
             **({"session_id": job.session_id} if job.session_id is not None else {}),

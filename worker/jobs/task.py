@@ -29,15 +29,6 @@ class TaskRun(JobRun[TaskJob]):
     finish_reason: str | None = None
     values: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     version: int = 0
-    saved_at: float = float("inf")  # never due
-
-    @property
-    def ending(self) -> bool:
-        """Always False: it has nothing to end with. Setting it changes nothing."""
-        return False
-
-    @ending.setter
-    def ending(self, value: bool) -> None: ...
 
     def next_request(self, version: int) -> TaskRequest:
         """The same request as before, under a name of its own."""
@@ -61,12 +52,6 @@ class TaskRun(JobRun[TaskJob]):
     def unsaved(self, *_progress: Any) -> Piece | None:
         """Nothing, ever."""
         return None
-
-    def keep_saved(self, piece: Piece) -> None:
-        """There is nothing to keep."""
-
-    def save_anew(self) -> None:
-        """There is nothing to save."""
 
     def result(self, worker_id: str, info: EngineInfo) -> TaskResult:
         """As it is published."""

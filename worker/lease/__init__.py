@@ -8,11 +8,10 @@ from .heartbeat import Membership
 from .memberships import Memberships
 from .outbox import Outbox
 from .results import Results
-from .saving import Checkpoints, Streaming
+from .saving import Saving
 
 __all__ = [
     "Admission",
-    "Checkpoints",
     "ClaimLoop",
     "Deadlines",
     "Handback",
@@ -20,5 +19,5 @@ __all__ = [
     "Memberships",
     "Outbox",
     "Results",
-    "Streaming",
+    "Saving",
 ]

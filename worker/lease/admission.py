@@ -13,17 +13,15 @@ from ..text import Tokenizer, ToolReader
 from .claims import ClaimLoop
 from .deadlines import Deadlines
 from .handback import Handback
-from .saving import Streaming
+from .saving import Saving
 
 
 class Admission:
-    """Admits the claims of one worker. Set `claims`, the loop that they come from, before the first one.
+    """Admits the claims of one worker.
 
     begin(held): runs the samples of an admitted job. lacks(claim, error): decides about a job whose adapter is not
     here; Redis is asked, and may not answer.
     """
-
-    claims: ClaimLoop
 
     def __init__(
         self,
@@ -31,17 +29,18 @@ class Admission:
         tokenizer: Tokenizer,
         tools: ToolReader,
         held: HeldJobs,
+        claims: ClaimLoop,
         *,
         handback: Handback,
         deadlines: Deadlines,
-        streaming: Streaming,
+        saving: Saving,
         media_hosts: frozenset[str],
         begin: Callable[[HeldJob], None],
         lacks: Callable[[Claim, AdapterMissing], Awaitable[None]],
     ) -> None:
         self._engine, self._tokenizer, self._tools = engine, tokenizer, tools
-        self._held, self._handback = held, handback
-        self._deadlines, self._streaming = deadlines, streaming
+        self._held, self._claims, self._handback = held, claims, handback
+        self._deadlines, self._saving = deadlines, saving
         self._media_hosts = media_hosts
         self._begin, self._lacks = begin, lacks
 
@@ -50,7 +49,7 @@ class Admission:
         missing: list[tuple[Claim, AdapterMissing]] = []
         async for claim, admitted in admit_all(claimed, self._engine.info, self._tokenizer):
             if isinstance(admitted, MustFetch):
-                self.claims.admit_aside(claim, self._admit_fetched(claim, admitted))
+                self._claims.admit_aside(claim, self._admit_fetched(claim, admitted))
             elif isinstance(admitted, AdapterMissing):
                 missing.append((claim, admitted))
             else:
@@ -61,7 +60,7 @@ class Admission:
     def claimed(self) -> list[tuple[Claim, float]]:
         """The claims of all jobs that are held, or whose media are fetched, each with its age in seconds, about."""
         held = [(one.claim, max((run.age_s for run in one.samples.values()), default=0.0)) for one in self._held]
-        return [*held, *((claim, 0.0) for claim in self.claims.aside)]
+        return [*held, *((claim, 0.0) for claim in self._claims.aside)]
 
     async def _admit_fetched(self, claim: Claim, later: MustFetch) -> None:
         admitted = await admit_fetched(claim, later, self._engine.info, self._tokenizer, self._media_hosts)
@@ -76,7 +75,7 @@ class Admission:
             if isinstance(admitted.job, GenerateJob) and admitted.job.tools:
                 self._tools.warm(admitted.job)
             self._deadlines.look(admitted.deadline)
-            self._streaming.add(admitted, self._tokenizer.decode)
+            self._saving.stream(admitted, self._tokenizer.decode)
             self._begin(admitted)
         else:
             kind = "refused" if isinstance(admitted, RequestRefused) else "not readable"

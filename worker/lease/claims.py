@@ -21,30 +21,23 @@ RETRY_S = 0.2
 
 
 class ClaimLoop:
-    """Claims jobs for one incarnation of a worker: its share of what waits, and more of it if others leave theirs.
+    """Claims jobs for one worker: its share of what waits, and more of it if others leave theirs.
 
     room(): how many more samples the worker can hold; 0 while it must not claim. serves(): the weights version that it
-    serves, and the newest version that it has of each LoRA adapter. admit(claims): takes the claimed jobs. holds(part):
-    samples that it has admitted under the lease in one shard, and not published. pace(): see Lease.pace.
+    serves, and the newest version that it has of each LoRA adapter. holds(part): samples that it has admitted under the
+    lease in one shard, and not published. pace(): see Lease.pace.
     """
 
     def __init__(
         self,
-        lease: Lease,
-        waker: Redis,
         room: Callable[[], int],
         serves: Callable[[], tuple[int, Mapping[str, int]]],
-        admit: Callable[[list[Claim]], Awaitable[None]],
         *,
         holds: Callable[[Lease], int],
         pace: Callable[[], float],
     ) -> None:
-        self._lease = lease
-        for part in lease.parts:
-            part.holds, part.pace = partial(self._all_of, holds, part), pace
-        self._room, self._serves, self._admit = room, serves, admit
-        wakers = getattr(waker, "shards", ()) or (waker,)
-        self._wakers: list[tuple[Any, Lease]] = list(zip(wakers, lease.parts, strict=True))
+        self._room, self._serves = room, serves
+        self._holds, self._pace = holds, pace
         self._changed = asyncio.Event()
         self._taking = asyncio.Lock()
         self._aside: dict[str, tuple[Claim, asyncio.Task[None]]] = {}
@@ -67,8 +60,8 @@ class ClaimLoop:
         """Samples of the jobs that are `aside`, in one shard or in all."""
         return sum(one.n - len(one.published) for one in self.aside if part is None or part.has(one.job_id))
 
-    def _all_of(self, holds: Callable[[Lease], int], part: Lease) -> int:
-        return holds(part) + self.slow(part)
+    def _all_of(self, part: Lease) -> int:
+        return self._holds(part) + self.slow(part)
 
     def admit_aside(self, claim: Claim, admission: Coroutine[Any, Any, None]) -> None:
         """Run a job's slow admission beside further claims. It has ended when the job is not `aside` any more."""
@@ -99,8 +92,11 @@ class ClaimLoop:
         if slow and self._aside:
             await asyncio.wait([task for _, task in self._aside.values()])
 
-    async def run(self) -> None:
-        """Claim until cancelled. Raises LeaseLost."""
+    async def run(self, lease: Lease, waker: Redis, admit: Callable[[list[Claim]], Awaitable[None]]) -> None:
+        """Claim until cancelled. admit(claims): takes the claimed jobs. Raises LeaseLost."""
+        for part in lease.parts:
+            part.holds, part.pace = partial(self._all_of, part), self._pace
+        wakers = list(zip(getattr(waker, "shards", ()) or (waker,), lease.parts, strict=True))
         wakes: dict[int, asyncio.Task[None]] = {}
         takes = False  # what the pool knows: whether this worker takes something
         try:
@@ -111,24 +107,25 @@ class ClaimLoop:
                     wakes = {shard: wake for shard, wake in wakes.items() if not wake.done()}
                     try:
                         async with self._taking:
-                            claims = await self._lease.claim(min(room, MAX_JOBS), room, *self._serves())
+                            claims = await lease.claim(min(room, MAX_JOBS), room, *self._serves())
                             if claims:
-                                await self._admit(claims)
+                                await admit(claims)
                     except (RedisError, OSError) as error:
                         log.warning("claim failed: %s", error)
                         await asyncio.sleep(RETRY_S)
                         continue
                     takes = room > 0
-                    if claims and not self._lease.again_s:
+                    if claims and not lease.again_s:
                         continue
                 # Not cancelled while it waits: that would cost the connection, and maybe the token.
-                for shard, (waker, part) in enumerate(self._wakers):
+                for shard, (its, part) in enumerate(wakers):
                     if room and shard not in wakes and not part.has_share:
-                        wakes[shard] = asyncio.create_task(self._wake(waker, part))
-                await self._until_changed(wakes, self._lease.again_s if room else 0.0)
+                        wakes[shard] = asyncio.create_task(self._wake(its, lease, part))
+                await self._until_changed(wakes, lease.again_s if room else 0.0)
         finally:
             for task in (*wakes.values(), *(task for _, task in self._aside.values())):
                 task.cancel()
+            self._aside.clear()
 
     async def _until_changed(self, wakes: Mapping[int, asyncio.Task[None]], again_s: float) -> None:
         """Until something may be there: after a change here, a token of the pool, or `again_s`, 0 for never."""
@@ -138,10 +135,10 @@ class ClaimLoop:
         finally:
             changed.cancel()
 
-    async def _wake(self, waker: Any, part: Lease) -> None:
+    async def _wake(self, waker: Any, lease: Lease, part: Lease) -> None:
         try:
             kin = [part.keys.token(kin_of(part.can))] if part.can else []
             if await waker.blpop([part.keys.token(part.worker_id), *kin, part.keys.wake], timeout=WAKE_S):
-                self._lease.begin_with(part)
+                lease.begin_with(part)
         except (RedisError, OSError):
             await asyncio.sleep(RETRY_S)

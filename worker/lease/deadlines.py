@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
@@ -16,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class Deadlines:
-    """Watches the deadlines of held jobs. drop(job id): forgets a job and frees its slots."""
+    """Watches the deadlines of held jobs."""
 
-    def __init__(self, held: HeldJobs, drop: Callable[[str], None]) -> None:
-        self._held, self._drop = held, drop
+    def __init__(self, held: HeldJobs) -> None:
+        self._held = held
         self._next: float | None = None
         self._sooner = asyncio.Event()
         self._telling: set[asyncio.Task[None]] = set()
@@ -44,7 +43,7 @@ class Deadlines:
                 pass
             now = time.monotonic()
             for held in [one for one in self._held if one.deadline is not None and one.deadline <= now]:
-                self._drop(held.id)
+                self._held.drop(held.id)
                 telling = asyncio.create_task(self._tell(lease, held))  # others may be late before Redis has answered
                 self._telling.add(telling)
                 telling.add_done_callback(self._telling.discard)

@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from ...messages.broker import Claim, Lease, Release, broker_of
 from ...messages.redis import name_once
-from ..engine import Progress
+from ..engine import Generated
 from ..jobs import HeldJob, HeldJobs
 from .batches import batches, each, is_about_data
 
@@ -23,19 +23,12 @@ LONGEST_S = 10.0
 class Handback:
     """Hands back the jobs of one worker.
 
-    current(): the lease that the worker holds now; an older lease has lost its jobs. drop(job id): forgets a job.
+    current(): the lease that the worker holds now; an older lease has lost its jobs.
     """
 
-    def __init__(
-        self,
-        held: HeldJobs,
-        max_lost: int,
-        host: str,
-        current: Callable[[], Lease | None],
-        drop: Callable[[str], None],
-    ) -> None:
+    def __init__(self, held: HeldJobs, max_lost: int, host: str, current: Callable[[], Lease | None]) -> None:
         self._held, self._max_lost, self._host = held, max_lost, host
-        self._current, self._drop = current, drop
+        self._current = current
         self._telling: set[asyncio.Task[None]] = set()
         self._leaving: set[str] = set()  # what a release under way is about
         self._strays: dict[int, frozenset[str]] = {}  # by shard
@@ -49,7 +42,7 @@ class Handback:
         lease: Lease,
         jobs: list[HeldJob],
         lost: bool = False,
-        progress: Callable[[str, int], Progress | None] | None = None,
+        progress: Callable[[str, int], Generated | None] | None = None,
     ) -> None:
         """Give jobs back now. Raises RedisError or OSError; jobs that Redis was not told of it takes with the lease.
 
@@ -88,7 +81,7 @@ class Handback:
         ids = [held.id for held in self._held]
         states = await broker_of(lease.redis, lease.keys.pool).cancel(ids, cause)
         for job_id in ids:
-            self._drop(job_id)
+            self._held.drop(job_id)
         return states.count("ok")
 
     async def disown(self, lease: Lease, too_many: bool, known: Callable[[], set[str] | None]) -> None:
@@ -116,8 +109,8 @@ class Handback:
         async def send(batch: list[Release]) -> None:
             states = await lease.release(batch, self._max_lost, to)
             for release, state in zip(batch, states, strict=True):
-                if state != "kept" and self._held.get(release.job_id, release.attempt) is not None:
-                    self._drop(release.job_id)
+                if state != "kept":
+                    self._held.drop(release.job_id, release.attempt)
 
         for batch in batches(releases, _bytes):
             await each(batch, send, _stays)
@@ -130,12 +123,12 @@ class Handback:
         await ready(held.id)
         if self._held.get(held.id, held.claim.attempt) is held:
             release = held.release(lost=True)
-            self._drop(held.id)
+            self._held.drop(held.id)
             await self._insist(lease, lambda: lease.release([release], self._max_lost))
 
     def bury(self, job_id: str, attempt: int, cause: str, error: Exception) -> None:
         """Forget a job that no worker can run, and dead-letter it."""
-        self._drop(job_id)
+        self._held.drop(job_id)
         log.warning("job %s is %s: %s", job_id, cause, error)
         lease, text = self._current(), f"{type(error).__name__}: {error}"
         assert lease is not None

@@ -96,9 +96,6 @@ class Outbox:
 
     async def run(self, lease: Lease) -> None:
         """Publish until cancelled. A Redis that does not answer is asked again; nothing is dropped meanwhile."""
-        if len(self._lanes) == 1:
-            await self._publish(self._lanes[0], lease)
-            return
         async with asyncio.TaskGroup() as tasks:
             for lane, part in zip(self._lanes, lease.parts, strict=True):
                 tasks.create_task(self._publish(lane, part))

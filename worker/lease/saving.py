@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,8 @@ from redis.exceptions import RedisError
 from ...messages.broker import AWAY, Lease, Piece
 from ...messages.model import GenerateJob
 from ...messages.redis import name_once
-from ..engine import Progress
-from ..jobs import HeldJob, HeldJobs, Run, SampleRun
+from ..engine import Generated
+from ..jobs import HeldJob, HeldJobs, SampleRun
 from ..text import SampleStream
 from .batches import batches, each
 
@@ -31,57 +32,20 @@ ANEW = 8
 """So many samples are saved anew at a look: Redis deletes all their pieces in one call."""
 
 
-class Checkpoints:
+class Saving:
     """Saves every unfinished sample about every `every_s` seconds, and sends no token twice.
 
-    Samples of streamed jobs are saved all the time: see Streaming.
+    Samples of streamed jobs are saved all the time, and their clients are told of each piece.
 
-    progress(request id, start): what the engine has of a running request. on_fenced(job id, attempt): the job is not
-    this worker's any more.
+    progress(request id, start): what the engine has of a running request.
     """
 
-    def __init__(
-        self,
-        held: HeldJobs,
-        every_s: float,
-        progress: Callable[[str, int], Progress | None],
-        on_fenced: Callable[[str, int], None],
-    ) -> None:
-        self._held, self._every_s = held, every_s
-        self._progress, self._on_fenced = progress, on_fenced
-
-    async def run(self, lease: Lease) -> None:
-        """Save until cancelled. If Redis does not answer, the next round tries again."""
-        while True:
-            await asyncio.sleep(min(1.0, self._every_s / 4))
-            while batch := next(batches(self._due(), _bytes), None):
-                try:
-                    await save(lease, batch, self._on_fenced)
-                except (RedisError, OSError) as error:
-                    log.warning("checkpoints could not be saved: %s", error)
-                    break
-
-    def _due(self) -> Iterator[tuple[Run, Piece]]:
-        before = time.monotonic() - self._every_s
-        for held in self._held:
-            for sample in held.samples.values():
-                if sample.saved_at > before or sample.finish_reason is not None or sample.dropped:
-                    continue
-                if isinstance(sample, SampleRun) and sample.stream is not None:
-                    continue
-                if (piece := sample.unsaved(self._progress)) is not None:
-                    yield sample, piece
-
-
-class Streaming:
-    """Saves the samples of streamed jobs all the time, and has their clients told of each piece."""
-
-    def __init__(self, progress: Callable[[str, int], Progress | None], on_fenced: Callable[[str, int], None]) -> None:
-        self._progress, self._on_fenced = progress, on_fenced
-        self._samples: list[SampleRun] = []
+    def __init__(self, held: HeldJobs, every_s: float, progress: Callable[[str, int], Generated | None]) -> None:
+        self._held, self._every_s, self._progress = held, every_s, progress
+        self._streamed: list[SampleRun] = []
         self._some = asyncio.Event()
 
-    def add(self, held: HeldJob, decode: Callable[[npt.NDArray[np.int32]], str]) -> None:
+    def stream(self, held: HeldJob, decode: Callable[[npt.NDArray[np.int32]], str]) -> None:
         """Stream the samples of a job that asks for it. Comes before they run."""
         if not isinstance(held.job, GenerateJob) or not held.job.stream:
             return
@@ -89,44 +53,54 @@ class Streaming:
             if isinstance(sample, SampleRun):
                 sample.stream = SampleStream(held.job, None if held.job.token_ids is not None else decode)
                 sample.stream.text(0, sample.tokens)  # of earlier workers
-                self._samples.append(sample)
+                self._streamed.append(sample)
         self._some.set()
 
     async def run(self, lease: Lease) -> None:
-        """Stream until cancelled. Pieces grow while Redis does not answer."""
+        """Save until cancelled. If Redis does not answer, the next round tries again, with what came until then."""
         while True:
-            await self._some.wait()
             began = time.monotonic()
-            self._samples = [one for one in self._samples if one.finish_reason is None and not one.dropped]
-            if not self._samples:
-                self._some.clear()
-                continue
+            self._streamed = [one for one in self._streamed if one.finish_reason is None and not one.dropped]
             try:
-                for batch in list(batches(self._pieces(), _bytes)):
-                    await save(lease, batch, self._on_fenced)
+                for batch in list(batches(self._due(), _bytes)):
+                    await save(lease, batch, self._held)
             except (RedisError, OSError) as error:
-                log.warning("what is streamed could not be saved: %s", error)
-            spent = time.monotonic() - began
-            await asyncio.sleep(min(1.0, max(EVERY_S - spent, 2 * spent)))  # a third of this thread's time at most
+                log.warning("what unfinished samples have could not be saved: %s", error)
+            if self._streamed:
+                spent = time.monotonic() - began
+                await asyncio.sleep(min(1.0, max(EVERY_S - spent, 2 * spent)))  # a third of this thread's time at most
+                continue
+            self._some.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(1.0, self._every_s / 4)):
+                    await self._some.wait()
 
-    def _pieces(self) -> Iterator[tuple[SampleRun, Piece]]:
+    def _due(self) -> Iterator[tuple[SampleRun, Piece]]:
+        """The next pieces: of streamed samples whatever is new."""
         anew = 0
-        for sample in self._samples:
+        for sample in self._streamed:
             if sample.pieces >= MOST_PIECES and anew < ANEW:
                 anew += 1
                 sample.save_anew()
+        before = time.monotonic() - self._every_s
+        held = (one for job in self._held for one in job.samples.values() if isinstance(one, SampleRun))
+        rest = (one for one in held if one.stream is None and one.finish_reason is None and not one.dropped)
+        for sample in (*self._streamed, *(one for one in rest if one.saved_at <= before)):
             if (piece := sample.unsaved(self._progress)) is not None:
                 yield sample, piece
 
 
-def _bytes(saved: tuple[Run, Piece]) -> int:
+def _bytes(saved: tuple[SampleRun, Piece]) -> int:
     return len(saved[1].payload)
 
 
-async def save(lease: Lease, batch: Sequence[tuple[Run, Piece]], on_fenced: Callable[[str, int], None]) -> None:
-    """Save one piece of each of these samples. Raises RedisError or OSError; then it may be done again."""
+async def save(lease: Lease, batch: Sequence[tuple[SampleRun, Piece]], held: HeldJobs) -> None:
+    """Save one piece of each of these samples, and drop jobs that are another worker's by now.
 
-    async def send(some: Sequence[tuple[Run, Piece]]) -> None:
+    Raises RedisError or OSError; then it may be done again.
+    """
+
+    async def send(some: Sequence[tuple[SampleRun, Piece]]) -> None:
         states = await lease.checkpoint([piece for _, piece in some])
         for (sample, piece), state in zip(some, states, strict=True):
             if state == "ok":
@@ -139,9 +113,9 @@ async def save(lease: Lease, batch: Sequence[tuple[Run, Piece]], on_fenced: Call
                 sample.saved_at = time.monotonic()  # not tried again at once
                 name_once("the pool has no room for what unfinished samples have generated: a lost worker costs it")
             else:
-                on_fenced(piece.job_id, piece.attempt)
+                held.drop(piece.job_id, piece.attempt)
 
-    def leave(one: tuple[Run, Piece], _: Exception) -> None:
+    def leave(one: tuple[SampleRun, Piece], _: Exception) -> None:
         one[0].saved_at = time.monotonic()  # not tried again at once
 
     await each(list(batch), send, leave)

@@ -1,6 +1,6 @@
 """A worker's metrics and probes over HTTP, and the HTTP server of the exporter too.
 
-`Histogram`, `MeteredEngine`, `Pace`, `Startup`, `StatusReport` and `Vitals` load nothing. The rest needs
+`Histogram`, `Pace`, `Startup`, `StatusReport` and `Vitals` load nothing. The rest needs
 prometheus_client.
 """
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .families import worker_families
     from .histogram import SYNC_BOUNDS, Histogram, finite
     from .kinds import counter, counters, distribution, gauge, gauges
-    from .metered import MeteredEngine
     from .server import MetricsServer
     from .startup import PHASES, Startup
     from .status import Pace, StatusReport
@@ -22,7 +21,6 @@ __all__ = [
     "PHASES",
     "SYNC_BOUNDS",
     "Histogram",
-    "MeteredEngine",
     "MetricsServer",
     "Pace",
     "Startup",
@@ -37,5 +35,5 @@ __all__ = [
     "worker_families",
 ]
 __getattr__, __dir__ = lazy(
-    __name__, __all__, ".histogram", ".startup", ".vitals", ".status", ".metered", ".kinds", ".server", ".families"
+    __name__, __all__, ".histogram", ".startup", ".vitals", ".status", ".kinds", ".server", ".families"
 )

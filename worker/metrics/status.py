@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
 
 from ...messages.model import WorkerState, WorkerStatus
 from ..engine import Engine
@@ -42,10 +42,15 @@ class StatusReport:
         self._pace, self._cost = Pace(), Pace(COST_S)
         self._under_way: dict[str, int] = {}  # request id -> its tokens so far
         self._started_at = time.time()
+        self._state, self._since = "", 0.0
 
-    def write(self, worker_id: str, state: WorkerState, engine_restarts: int, **blocks: Any) -> WorkerStatus:
-        """The status of this moment. blocks: the fields of a status that say what keeps it from serving."""
+    def write(
+        self, worker_id: str, state: WorkerState, blocks: Mapping[str, str], *, restarts: int, in_a_row: int
+    ) -> WorkerStatus:
+        """The status of this moment. blocks: what keeps it from serving, see `EngineState.blocks`."""
         info, generation = self._engine.info, self._vitals.generation
+        if state != self._state:
+            self._state, self._since = state, time.time()
         return WorkerStatus(
             worker_id=worker_id,
             host=self._host,
@@ -66,12 +71,15 @@ class StatusReport:
             finished_samples=generation.finished,
             refused_publishes=self.refused_publishes,
             unfinished_tokens=self._unfinished_tokens(),
-            engine_restarts=engine_restarts,
-            staleness=self._vitals.staleness,
+            engine_restarts=restarts,
+            restarts_in_a_row=in_a_row,
+            staleness=tuple(self._vitals.samples.counts),
             update_share=round(min(1.0, self._cost.per_s(generation.updates.lost_s)), 3),
             started_at=self._started_at,
             startup=self._vitals.startup.seconds.copy(),
-            **blocks,
+            state_since=self._since,
+            blocks=tuple(blocks),
+            why="; ".join(dict.fromkeys(blocks.values()))[:512],
         )
 
     def _generated_so_far(self) -> float:

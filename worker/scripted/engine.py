@@ -24,8 +24,8 @@ from ..engine import (
     EngineInfo,
     EngineOutput,
     EngineRequest,
+    Generated,
     LoadedAdapters,
-    Progress,
     TaskOutput,
     TaskRequest,
 )
@@ -116,13 +116,7 @@ class ScriptedEngine:
         self.memory_for: int | None = None
         self.prefill_per_s: float | None = None
         self._read_at = 0.0  # when the newest request has been read
-        self.ops = self._new_ops()
-
-    def _new_ops(self) -> ScriptedOps:
-        ops = ScriptedOps(lambda: len(self._running), self.kill)
-        ops.weights = lambda: self.weights
-        ops.generated = lambda: [name for name in self._running if self._sampled(name)]
-        return ops
+        self.ops = ScriptedOps(self)
 
     @property
     def info(self) -> EngineInfo:
@@ -147,7 +141,7 @@ class ScriptedEngine:
         self._receiver = None
         self.loaded, self._adapters = {}, LoadedAdapters()
         self._death = asyncio.Event()
-        before, self.ops = self.ops, self._new_ops()
+        before, self.ops = self.ops, ScriptedOps(self)
         self.ops.keeps_weights, self.ops.can_sleep = before.keeps_weights, before.can_sleep
         self._alive = True
 
@@ -190,12 +184,12 @@ class ScriptedEngine:
         await asyncio.sleep(0)
         return TaskOutput(scripted_values(request), finished=True)
 
-    def progress(self, request_id: str, start: int = 0) -> Progress | None:
+    def progress(self, request_id: str, start: int = 0) -> Generated | None:
         if request_id not in self._running or self.tokens_per_s is None:
             return None
         request, _, switches = self._running[request_id]
         token_ids, logprobs = self._script(request, self._sampled(request_id), switches)
-        return Progress(token_ids[start:], logprobs[start:])
+        return Generated(token_ids[start:], logprobs[start:])
 
     def _sampled(self, request_id: str) -> int:
         """Tokens a running request has by now."""

@@ -20,20 +20,18 @@ KEEP_ALL = 1 << 30
 
 
 class ScriptedOps:
-    """State of one engine. running(): how many requests it has. kill(): what its scheduler's assertions do to SGLang.
+    """State of one engine, a ScriptedEngine.
 
     keeps_weights: sleeping weights wake as they were. can_sleep: whether it can give memory up at all.
     """
 
-    def __init__(self, running: Callable[[], int], kill: Callable[[], None]) -> None:
+    def __init__(self, engine: Any) -> None:
         self.keeps_weights, self.can_sleep = False, True
         self.asleep: set[str] = set()
         self.garbage = False
         self.flushes = 0
         self.receiver: Any = None
-        self.weights: Callable[[], Mapping[str, Any]] = dict
-        self.generated: Callable[[], list[str]] = list
-        self._running, self._kill = running, kill
+        self._engine = engine
         self._frozen_at: float | None = None
         self._lost_s = 0.0
         self._froze, self._thawed = asyncio.Event(), asyncio.Event()
@@ -46,7 +44,7 @@ class ScriptedOps:
     def check(self) -> None:
         """A request comes. Raises EngineDead where SGLang would crash, or sample from nothing."""
         if self.asleep or self.garbage:
-            self._kill()
+            self._engine.kill()  # what its scheduler's assertions do to SGLang
             raise EngineDead(f"a request came to an engine that cannot serve: {self.asleep or 'its weights'}")
 
     async def wait(self, seconds: float, *events: asyncio.Event) -> bool:
@@ -86,7 +84,7 @@ class ScriptedOps:
             "wake": self._wake,
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
-            "kv_use": lambda _: {"tokens": 8192, "used": 64 * self._running()},
+            "kv_use": lambda _: {"tokens": 8192, "used": 64 * len(self._engine._running)},
             "generated": lambda _: {"requests": self.generated()},
         }
         await asyncio.sleep(0)
@@ -98,8 +96,12 @@ class ScriptedOps:
             return await asyncio.to_thread(self._export, params)
         raise RequestRefused(f"{operation}: the scripted engine has nothing of the kind")
 
+    def generated(self) -> list[str]:
+        """The requests that have a token."""
+        return [name for name in self._engine._running if self._engine._sampled(name)]
+
     def _flush_cache(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        if self._running():
+        if self._engine._running:
             raise EngineError("the cache is not flushed while requests run")
         self.flushes += 1
         return {}
@@ -122,15 +124,15 @@ class ScriptedOps:
     def _sleep(self, params: Mapping[str, Any]) -> dict[str, Any]:
         if not self.can_sleep:
             raise RequestRefused("sleep: this engine was started without a memory saver")
-        if params["tags"] and (self._running() or self.asleep & set(params["tags"])):
-            self._kill()
+        if params["tags"] and (self._engine._running or self.asleep & set(params["tags"])):
+            self._engine.kill()
             raise EngineDead("memory was given up that was in use, or was not there")
         self.asleep |= set(params["tags"])
         return {}
 
     def _wake(self, params: Mapping[str, Any]) -> dict[str, Any]:
         if not set(params["tags"]) <= self.asleep:
-            self._kill()
+            self._engine.kill()
             raise EngineDead("memory was taken that was not given up")
         self.asleep -= set(params["tags"])
         if "weights" in params["tags"] and not self.keeps_weights:
@@ -154,7 +156,7 @@ class ScriptedOps:
 
         from ...sync.tensors import digest  # noqa: PLC0415
 
-        weights, most = dict(self.weights()), int(params["names"])
+        weights, most = dict(self._engine.weights), int(params["names"])
         values = {name: digest(tensor.contiguous()) for name, tensor in weights.items()}
         wrong, compared, why = [], 0, "nothing was received"
         if self.receiver is not None:
@@ -183,8 +185,8 @@ class ScriptedOps:
         from ...sync.disk import SnapshotStore  # noqa: PLC0415
         from ...sync.packing import PackedWeights  # noqa: PLC0415
 
-        if not self.weights():
+        if not self._engine.weights:
             raise EngineError("the scripted engine has received no weights")
-        snapshot = PackedWeights(int(params["version"]), dict(self.weights()), keep="host").snapshot()
+        snapshot = PackedWeights(int(params["version"]), dict(self._engine.weights), keep="host").snapshot()
         path = SnapshotStore(params["path"], keep=KEEP_ALL).save(snapshot)
         return {"path": str(path), "tensors": len(snapshot.manifest.tensors), "nbytes": snapshot.manifest.nbytes}

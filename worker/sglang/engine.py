@@ -19,7 +19,7 @@ from ..engine import (
     EngineInfo,
     EngineOutput,
     EngineRequest,
-    Progress,
+    Generated,
     TaskOutput,
     TaskRequest,
 )
@@ -122,7 +122,7 @@ class SGLangEngine:
         with _asked(run, request):
             return await perform(run.manager, request)
 
-    def progress(self, request_id: str, start: int = 0) -> Progress | None:
+    def progress(self, request_id: str, start: int = 0) -> Generated | None:
         """See the protocol. SGLang reports every 50 tokens, and every step of a request that streams."""
         if self._run is None or not self._run.ready:
             return None
@@ -130,7 +130,7 @@ class SGLangEngine:
             return None
         if (request := self._asking.get(request_id)) is not None:
             return progress_of(request, found, start)
-        return Progress(np.array(found[0], dtype=np.int32), np.array(found[1], dtype=np.float32))
+        return Generated(np.array(found[0], dtype=np.int32), np.array(found[1], dtype=np.float32))
 
     def abort(self, request_id: str) -> None:
         """See the protocol."""

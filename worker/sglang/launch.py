@@ -103,10 +103,7 @@ class Launched:
     def describe(self, config: SGLangConfig) -> EngineInfo:
         """Return what the engine is. Its features are not set yet."""
         model, arguments = self.manager.model_config, self._engine.server_args
-        gpu = gpu_model = ""  # if it runs on several GPUs, or none
-        if arguments.device == "cuda":
-            properties = torch.cuda.get_device_properties(arguments.base_gpu_id)
-            gpu, gpu_model = str(properties.uuid) if arguments.tp_size == 1 else "", str(properties.name)
+        cuda = arguments.device == "cuda"
         return EngineInfo(
             name="sglang",
             version=VERSION,
@@ -117,8 +114,7 @@ class Launched:
             context_length=self._token_limit(),
             tp_size=config.tp_size,
             ep_size=config.ep_size,
-            gpu=gpu,
-            gpu_model=gpu_model,
+            gpu_model=torch.cuda.get_device_name(arguments.base_gpu_id) if cuda else "",
             deterministic=config.deterministic,
             startup=self._startup(),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 Pieces = Callable[[int], bytes]
@@ -20,11 +21,9 @@ def pieces_of(tokenizer: Any) -> Callable[[], Pieces]:
     """Return a function that makes the Pieces of one sample, for a tokenizer of transformers."""
     kinds = _decoders(tokenizer)
     if "ByteLevel" in kinds:
-        table = _ByteLevel(tokenizer)
-        return lambda: table
+        return _looked_up(tokenizer, _byte_level)
     if "ByteFallback" in kinds:
-        fallback = _ByteFallback(tokenizer)
-        return lambda: fallback
+        return _looked_up(tokenizer, _byte_fallback)
     return lambda: Windowed(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
 
 
@@ -38,40 +37,30 @@ def _decoders(tokenizer: Any) -> set[str]:
     return {str(step.get("type")) for step in found.get("decoders", [found])}
 
 
-class _Table:
+def _looked_up(tokenizer: Any, bytes_of: Callable[[str], bytes]) -> Callable[[], Pieces]:
     """Pieces of tokens whose bytes do not depend on their neighbours. Each token is looked up once."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = {}
+    @cache
+    def piece(token: int) -> bytes:
+        name = tokenizer.convert_ids_to_tokens(token)  # None for ids that only pad the vocabulary
+        return b"" if name is None else bytes_of(str(name))
 
-    def __call__(self, token: int) -> bytes:
-        if (found := self._known.get(token)) is None:
-            name = self._tokenizer.convert_ids_to_tokens(token)  # None for ids that only pad the vocabulary
-            found = self._known[token] = b"" if name is None else self._bytes(str(name))
-        return found
-
-    def _bytes(self, name: str) -> bytes:
-        raise NotImplementedError
+    return lambda: piece
 
 
-class _ByteLevel(_Table):
+def _byte_level(name: str) -> bytes:
     """As in GPT-2 each character of a token's name stands for a byte. Added tokens are their own text."""
-
-    def _bytes(self, name: str) -> bytes:
-        try:
-            return bytes(_BYTE_OF[character] for character in name)
-        except KeyError:
-            return name.encode()
+    try:
+        return bytes(_BYTE_OF[character] for character in name)
+    except KeyError:
+        return name.encode()
 
 
-class _ByteFallback(_Table):
+def _byte_fallback(name: str) -> bytes:
     """As in SentencePiece "▁" is a space, "<0x41>" a byte, and everything else itself."""
-
-    def _bytes(self, name: str) -> bytes:
-        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-            return bytes([int(name[3:5], 16)])
-        return name.replace("\u2581", " ").encode()
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes([int(name[3:5], 16)])
+    return name.replace("\u2581", " ").encode()
 
 
 class Windowed:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...messages.errors import EngineDead, EngineError, InvalidField, RequestRefused
 from ...messages.model import WeightAnnouncement
 from ...sync.transfer import Ledger, TransferOrder, TransferReport
 from ..engine import FEATURE, NOT_ENABLED, Engine, LoadedAdapters, adapter_names
 from ..gate import WeightsTurn
+
+if TYPE_CHECKING:
+    from ...sync.adapters import Adapter  # torch
 
 log = logging.getLogger(__name__)
 ASK_S = 1.0
@@ -102,26 +105,37 @@ class AdapterFollower:
             adapter = await asyncio.to_thread(fetch.run)
         except Exception as error:  # torch may raise anything: it goes into the report
             return TransferReport(ok=False, phase=fetch.phase, error=f"{type(error).__name__}: {error}")
-        loaded = self._engine.info.adapters
         try:
-            async with asyncio.timeout(LOAD_S):
-                await self._engine.load_adapter(adapter)
+            await self.load(adapter)
         except EngineDead as error:
             return TransferReport(ok=False, phase="rendezvous", error=str(error))
         except (EngineError, TimeoutError) as error:
             self._refused[name] = version
             why = str(error) or f"the engine did not load it within {LOAD_S:g} s"
             return TransferReport(ok=False, phase="load", error=why)
-        loaded.add(name, version)
         nbytes = sum(tensor.nbytes for tensor in adapter.tensors.values())
         return TransferReport(ok=True, phase="done", tensors=len(adapter.tensors), nbytes=nbytes, way="pull")
 
     async def _retire(self, loaded: LoadedAdapters) -> None:
         for name, version in loaded.superseded():
-            loaded.remove(name, version)
             try:
-                async with asyncio.timeout(LOAD_S):
-                    await self._engine.unload_adapter(name, version)
+                await self.unload(name, version)
             except (EngineError, TimeoutError) as error:
                 log.info("adapter %s@%s stays in the engine for now: %s", name, version, error)
-                loaded.add(name, version)
+
+    async def load(self, adapter: Adapter) -> None:
+        """Load one version, from wherever it is. Raises EngineError or TimeoutError."""
+        async with asyncio.timeout(LOAD_S):
+            await self._engine.load_adapter(adapter)
+        self._engine.info.adapters.add(adapter.name, adapter.version)
+
+    async def unload(self, name: str, version: int) -> None:
+        """Unload one version. Raises EngineError or TimeoutError; then the engine still has it."""
+        loaded = self._engine.info.adapters
+        loaded.remove(name, version)
+        try:
+            async with asyncio.timeout(LOAD_S):
+                await self._engine.unload_adapter(name, version)
+        except (EngineError, TimeoutError):
+            loaded.add(name, version)
+            raise

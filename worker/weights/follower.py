@@ -22,6 +22,7 @@ from ..engine import Engine
 from ..gate import set_within
 from ..generation import Generation
 from ..journaling import WorkerJournal
+from ..metrics import Vitals
 from .adapter_follower import AdapterFollower
 from .catch_up import CatchUp, Preparing
 from .snapshots import Snapshots
@@ -56,14 +57,15 @@ class WeightFollower:
         generation: Generation,
         ledger: Ledger,
         on_stuck: Callable[[], None],
-        journal: WorkerJournal,
         *,
+        journal: WorkerJournal,
+        vitals: Vitals,
         snapshots: Snapshots | None = None,
     ) -> None:
         self._state = generation.state
         self._engine, self._generation, self._ledger = engine, generation, ledger
         self.adapters = AdapterFollower(engine, ledger)
-        self._on_stuck, self._journal = on_stuck, journal
+        self._on_stuck, self._journal, self._vitals = on_stuck, journal, vitals
         self.catch_up = CatchUp(ledger, snapshots, self._prepare, self._finish)
         self._said = 0.0
         self._seen_epoch = self._given_up = 0
@@ -90,6 +92,13 @@ class WeightFollower:
         """Stop what is prepared for a transfer that was given up."""
         self._given_up = epoch
         self.poke()
+
+    def blocks(self) -> dict[str, str]:
+        """What of its weights keeps the worker from serving, as `EngineState.blocks`."""
+        behind, trouble = self.catch_up.behind, self.catch_up.trouble
+        if self._state.dead.is_set() or not (behind or not self._state.in_service):
+            return {}
+        return {"unavailable" if trouble else "version": behind + (f": {trouble}" if trouble else "") or "it looks"}
 
     def beat(self, committed: int, epoch: int) -> None:
         """Look at the ledger if a heartbeat says that there is something."""
@@ -306,6 +315,7 @@ class WeightFollower:
                 raise
             self._on_stuck()  # nothing is known about the weights now
             report = TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
+        self._vitals.synced(report)
         self._journal.updated(order.version, report, mode=order.mode, transport=report.way)
         return report
 

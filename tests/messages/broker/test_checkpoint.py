@@ -27,7 +27,7 @@ from rolloutmq.messages import (
     codec,
     decode,
 )
-from rolloutmq.worker.engine.protocol import Progress
+from rolloutmq.worker.engine.protocol import Generated
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 SLOW = 200.0
@@ -274,7 +274,7 @@ class Wide(ScriptedEngine):
 
     of = ""
 
-    def progress(self, request_id: str, start: int = 0) -> Progress | None:
+    def progress(self, request_id: str, start: int = 0) -> Generated | None:
         found = super().progress(request_id, start)
         if found is None or not request_id.startswith(self.of):
             return found

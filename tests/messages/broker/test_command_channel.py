@@ -18,8 +18,8 @@ from rolloutmq.messages.errors import InvalidField
 from rolloutmq.messages.model.command_params import ACTIONS
 from rolloutmq.messages.model.commands import Command, CommandReply
 from rolloutmq.producer.control import CommandFailed, PoolControl
+from rolloutmq.worker.commands import HANDLERS
 from rolloutmq.worker.commands.queue import LANES
-from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 async def test_every_worker_answers_and_one_that_does_not_is_told_of(
@@ -236,33 +236,8 @@ async def test_a_worker_answers_what_it_has_not_begun_when_it_leaves(
 
 
 def test_every_action_has_a_handler_and_a_lane() -> None:
-    from rolloutmq.worker.commands.table import worker_commands  # noqa: PLC0415
-    from rolloutmq.worker.generation import Generation  # noqa: PLC0415
-    from rolloutmq.worker.journaling import WorkerJournal  # noqa: PLC0415
-    from rolloutmq.worker.worker import Worker  # noqa: PLC0415,F401
-
     assert LANES.keys() <= ACTIONS.keys()
-    engine, generation = ScriptedEngine(), Generation.__new__(Generation)
-
-    class Part:
-        adapters = None
-
-        def handlers(self) -> dict[str, Any]:
-            names = ("pause", "resume", "abort", "sleep", "wake", "flush_cache", "clear_storage")
-            return dict.fromkeys(names)
-
-    made = worker_commands(
-        engine,
-        generation,
-        Part(),
-        Part(),
-        Part(),
-        journal=WorkerJournal(None, lambda: None, list),  # type: ignore[arg-type, return-value]
-        drain=lambda _: None,
-        state=lambda: "",  # type: ignore[arg-type]
-        on_done=lambda *_: None,
-    )
-    assert made._handlers.keys() == ACTIONS.keys()
+    assert HANDLERS.keys() == ACTIONS.keys()
 
 
 async def test_a_lease_of_another_pool_hears_nothing(redis_db: str, db: Redis) -> None:

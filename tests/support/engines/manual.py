@@ -12,7 +12,7 @@ from support.pools.pool import eventually
 
 from rolloutmq.messages.model.jobs import GenerateJob
 from rolloutmq.messages.model.sampling import SamplingParams
-from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Progress
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Generated
 from rolloutmq.worker.generation import Generation
 from rolloutmq.worker.jobs.sample import SampleRun
 
@@ -35,9 +35,9 @@ class ManualEngine:
         self.ends[request.request_id] = asyncio.get_running_loop().create_future()
         return await self.ends[request.request_id]
 
-    def progress(self, request_id: str, start: int = 0) -> Progress | None:
+    def progress(self, request_id: str, start: int = 0) -> Generated | None:
         token_ids, logprobs = tokens(self.made.get(request_id, 0))
-        return Progress(token_ids[start:], logprobs[start:])
+        return Generated(token_ids[start:], logprobs[start:])
 
     async def operate(self, operation: str, params: Mapping[str, Any]) -> dict[str, Any]:
         assert operation == "generated"

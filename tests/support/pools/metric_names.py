@@ -15,7 +15,7 @@ from rolloutmq.ops.metrics.totals import Totals
 from rolloutmq.ops.scale import Decision
 from rolloutmq.producer.diagnosis import PoolReading
 from rolloutmq.worker.config import WorkerConfig
-from rolloutmq.worker.metrics import MeteredEngine, worker_families
+from rolloutmq.worker.metrics import worker_families
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 from rolloutmq.worker.text.tokenizer import NoTokenizer
 from rolloutmq.worker.worker import Worker
@@ -37,12 +37,10 @@ def exporter_metrics() -> list[Metric]:
 
 def worker_metrics() -> list[Metric]:
     """All that a worker may show."""
-    engine = ScriptedEngine()
-    worker = Worker(WorkerConfig(redis_url=NOWHERE), engine, NoTokenizer())
+    worker = Worker(WorkerConfig(redis_url=NOWHERE), ScriptedEngine(), NoTokenizer())
     worker.vitals.beat(status("w"))
-    metered = MeteredEngine(engine)
-    metered.kv_use = 0.0
-    return list(worker_families(worker.vitals, metered, 0.0))
+    worker.vitals.kv_use = 0.0
+    return list(worker_families(worker.vitals, 0.0))
 
 
 def names(metrics: Iterable[Metric]) -> set[str]:

@@ -147,7 +147,7 @@ async def one_is_fetched(url: str, broker: Broker, server: Server) -> AsyncItera
     slow = job(media=[medium("image", server.url("/late"), urls="worker")], sampling=SHORT)
     async with worker(url, engine=Seeing(), max_running=1, prefetch=0, media_hosts=HERE) as running:
         await broker.enqueue([slow])
-        await eventually(lambda: running.worker._claims and running.worker._claims.aside)
+        await eventually(lambda: running.worker._claims.aside)
         yield running, slow
 
 

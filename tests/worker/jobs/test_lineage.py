@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from support.specimens.messages import job, result
 
 from rolloutmq.messages import GenerateJob, Partial, SamplingParams, Segment
-from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, Progress
+from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, Generated
 from rolloutmq.worker.jobs.sample import SampleRun
 
 INFO = EngineInfo("none", "0", "m", "float32", "cpu", 100, 100)
@@ -53,8 +53,8 @@ def test_lineage_goes_on_with_the_pieces_that_a_lost_worker_had_saved() -> None:
     lost.leg.switch(2, 2)
     pieces: list[Partial] = []
     for there in (1, 4):  # before the switch's place, and behind it
-        more = Progress(np.arange(there, dtype=np.int32), np.zeros(there, np.float32))
-        piece = lost.unsaved(lambda _, start, more=more: Progress(more.token_ids[start:], more.logprobs[start:]))
+        more = Generated(np.arange(there, dtype=np.int32), np.zeros(there, np.float32))
+        piece = lost.unsaved(lambda _, start, more=more: Generated(more.token_ids[start:], more.logprobs[start:]))
         lost.keep_saved(piece)
         pieces.append(piece.partial)
     assert [(piece.start, piece.legs, piece.in_place) for piece in pieces] == [(0, (), ()), (1, (), (2,))]

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
-import numpy as np
 import pytest
 from support.peers.publishing import WEIGHTS, publish, publisher
 from support.pools.pool import Running, eventually, wait_replies
@@ -22,10 +21,9 @@ from rolloutmq.messages import Broker, SamplingParams
 from rolloutmq.messages.errors import ConfigError, EngineError
 from rolloutmq.sync.transfer import TransferReport
 from rolloutmq.worker.config import WorkerConfig
-from rolloutmq.worker.engine import EngineRequest
 from rolloutmq.worker.gate import Gate
 from rolloutmq.worker.main import with_metrics
-from rolloutmq.worker.metrics import Histogram, MeteredEngine, MetricsServer, Vitals, finite
+from rolloutmq.worker.metrics import Histogram, MetricsServer, finite
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 from rolloutmq.worker.text.tokenizer import NoTokenizer
 
@@ -85,7 +83,7 @@ async def test_what_runs_counts_before_it_has_ended(redis_db: str, broker: Broke
 async def test_it_shows_how_full_the_kv_cache_is(
     redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rolloutmq.worker.metrics.metered.KV_S", 0.01)
+    monkeypatch.setattr("rolloutmq.worker.metrics.vitals.KV_S", 0.01)
     engine, name = ScriptedEngine(tokens_per_s=1.0), W + "kv_cache_use_ratio"
     async with watched(redis_db, engine) as (_, port):
 
@@ -126,23 +124,6 @@ async def test_a_worker_that_beats_no_more_is_not_live(redis_db: str, monkeypatc
         monkeypatch.setattr("rolloutmq.worker.metrics.vitals.time.monotonic", lambda: later)
         vitals._beat_at = later - 61  # as if none had come since
         assert not vitals.live
-
-
-async def test_an_error_of_the_engine_is_counted_by_kind() -> None:
-    engine = ScriptedEngine()
-    metered = MeteredEngine(engine)
-    request = EngineRequest("r" * 44, np.array([1, 2], np.int32), SamplingParams(), 1, "0")
-    await metered.start()
-    engine.ops.check = lambda: (_ for _ in ()).throw(EngineError("as it likes"))  # type: ignore[method-assign]
-    with pytest.raises(EngineError):
-        await metered.generate(request)
-    engine.kill()
-    with pytest.raises(EngineError):
-        await metered.generate(request)
-    assert metered.errors == {"refused": 0, "failed": 1, "dead": 1}
-    assert metered.info == engine.info  # what is not counted is the engine's own
-    assert (metered.running, metered.busy_since) == (0, 0.0)
-    await metered.close()
 
 
 async def test_it_shows_the_weights_that_it_received(redis_db: str) -> None:
@@ -225,11 +206,3 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     config = WorkerConfig(redis_url="redis://127.0.0.1:1/0", metrics_port=0)
     with pytest.raises(ConfigError, match=r"rolloutmq\[worker,metrics\]"):
         with_metrics(config, ScriptedEngine(), NoTokenizer())
-
-
-def test_no_metrics_no_cost() -> None:
-    engine = ScriptedEngine()
-    worker, server = with_metrics(WorkerConfig(redis_url="redis://127.0.0.1:1/0"), engine, NoTokenizer())
-    assert worker._engine is engine
-    assert not isinstance(server, MetricsServer)
-    assert isinstance(worker.vitals, Vitals)

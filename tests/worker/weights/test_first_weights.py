@@ -13,7 +13,6 @@ from support.pools.pool import eventually, worker
 
 from rolloutmq.messages import Broker, connect
 from rolloutmq.sync.transfer.ledger import Ledger
-from rolloutmq.worker.metrics import MeteredEngine
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 from rolloutmq.worker.sglang import SGLangConfig
 from rolloutmq.worker.sglang.config import may_begin_empty
@@ -38,13 +37,8 @@ async def test_a_pool_without_a_version_reads_the_checkpoint(redis_db: str) -> N
     assert engine.begun == [False]
 
 
-@pytest.mark.parametrize(
-    ("source", "counted"), [("trainer", False), ("peer", False), ("snapshot", False), ("trainer", True)]
-)
-async def test_it_serves_the_newest_version_and_no_other(
-    redis_db: str, tmp_path: Path, source: str, *, counted: bool
-) -> None:
-    """counted: with metrics."""
+@pytest.mark.parametrize("source", ["trainer", "peer", "snapshot"])
+async def test_it_serves_the_newest_version_and_no_other(redis_db: str, tmp_path: Path, source: str) -> None:
     folder = str(tmp_path) if source == "snapshot" else None
     late = Watched()
     async with worker(redis_db, snapshots=folder) as first, publisher(redis_db, snapshots=folder) as trainer:
@@ -53,8 +47,7 @@ async def test_it_serves_the_newest_version_and_no_other(
             await asyncio.to_thread(trainer.close)
         if source == "snapshot":
             await first.stop()
-        engine: Any = MeteredEngine(late) if counted else late
-        async with worker(redis_db, engine=engine, first_weights="newest", snapshots=folder) as running:
+        async with worker(redis_db, engine=late, first_weights="newest", snapshots=folder) as running:
             await eventually(lambda: version_of(running) == 1)
             check_equal(late, 1)
             assert await serve(redis_db, 4) == {(1,)}

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ....messages.errors import EngineError, RequestRefused
 from ....messages.model import too_large
-from ...engine import NOTHING_MORE, EngineOutput, EngineRequest, FinishReason, MatchedStop, Progress
+from ...engine import NOTHING_MORE, EngineOutput, EngineRequest, FinishReason, Generated, MatchedStop
 from ..wire import STOP_TEXT, STOP_TOKENS
 
 LOGPROBS, INPUT_LOGPROBS, STATE = "rolloutmq_output_logprobs", "rolloutmq_input_logprobs", "rolloutmq_state"
@@ -121,7 +121,7 @@ def _more(
     return {**_token_rows(request, state, 0, count), **states, **experts}, {**prompt, **whole, **more}
 
 
-def progress_of(request: EngineRequest, found: tuple[list[int], list[float], Any], start: int) -> Progress | None:
+def progress_of(request: EngineRequest, found: tuple[list[int], list[float], Any], start: int) -> Generated | None:
     """Return what a running request has from token `start` on, or None if that is only known at its end.
 
     found: its tokens and logprobs from `start` on, and SGLang's state of it.
@@ -134,7 +134,7 @@ def progress_of(request: EngineRequest, found: tuple[list[int], list[float], Any
     if wanted.logit_processors and np.isnan(logprobs).any():
         return None
     rows = _token_rows(request, state, start, start + len(token_ids))
-    return Progress(np.array(token_ids, dtype=np.int32), logprobs, rows)
+    return Generated(np.array(token_ids, dtype=np.int32), logprobs, rows)
 
 
 def _check_choice(request: EngineRequest, logprobs: Any) -> None:

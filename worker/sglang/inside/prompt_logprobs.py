@@ -42,7 +42,7 @@ def install() -> None:
             if divisors is None:
                 return plain, sampled
             rows = kwargs["token_to_seq_idx"][: kwargs["pruned_states"].shape[0]]
-            divided = _Divided(kwargs["get_logits_fn"], divisors[torch.tensor(rows, device=divisors.device)])
+            divided = _divided(kwargs["get_logits_fn"], divisors[torch.tensor(rows, device=divisors.device)])
             # Only the logprobs are taken from the second run. The distribution of the next tokens must stay as it is.
             after, _ = super().forward(**{**kwargs, "get_logits_fn": divided})
             return after, sampled
@@ -51,16 +51,17 @@ def install() -> None:
     patches.replace("layers.logits_processor:InputLogprobProcessor", InputLogprobs)
 
 
-class _Divided:
-    """Makes logits chunk by chunk, and divides each row by a number. divisors: (rows, 1)."""
+def _divided(original: Any, divisors: torch.Tensor) -> Any:
+    """Return what makes logits chunk by chunk, as `original`, and divides each row by a number. divisors: (rows, 1)."""
+    done = 0
 
-    def __init__(self, original: Any, divisors: torch.Tensor) -> None:
-        self._original, self._divisors, self._next = original, divisors, 0
+    def divided(states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal done
+        begin, done = done, done + states.shape[0]
+        logits: torch.Tensor = original(states, *args, **kwargs)
+        return logits.float() / divisors[begin:done]
 
-    def __call__(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        begin, self._next = self._next, self._next + states.shape[0]
-        logits: torch.Tensor = self._original(states, *args, **kwargs)
-        return logits.float() / self._divisors[begin : self._next]
+    return divided
 
 
 def _divisors(sampling: Any) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers import sampler as sampler_module
@@ -41,7 +41,8 @@ class RequestSampler(sampler_module.Sampler):  # type: ignore[misc]
 
     def __init__(self, registry: Registry) -> None:
         super().__init__()
-        self._planner = Planner(registry)
+        self._registry = registry
+        self._plan: Plan | None = None  # of the last batch, as long as it is valid
         self._step: _Step | None = None
         original: Any = self.output_logprob_processor
         self.output_logprob_processor: Any = _OutputLogprobs(original, lambda: self._step)
@@ -49,11 +50,11 @@ class RequestSampler(sampler_module.Sampler):  # type: ignore[misc]
     def forward(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> Any:
         """See SGLang's. The positions of the newest tokens are its last positional argument."""
         if not sampling_info.has_custom_logit_processor:
-            self._planner.forget()
+            self._plan = None  # none of its requests is there any more
             return super().forward(logits_output, sampling_info, *args, **kwargs)
         positions = kwargs["positions"] if "positions" in kwargs else args[3]
         given = sampling_info.temperatures
-        plan = self._planner.plan(sampling_info.custom_params, positions.device)
+        plan = self._planned(sampling_info.custom_params, positions.device)
         lost = torch.zeros(len(given), dtype=torch.bool, device=given.device)
         sampling_info.temperatures = plan.temperatures(given, positions, lost)
         self._step = _Step(plan, positions, sampling_info.temperatures, lost)
@@ -63,6 +64,17 @@ class RequestSampler(sampler_module.Sampler):  # type: ignore[misc]
             sampling_info.temperatures, self._step = given, None
         plan.sampled(tokens)
         return tokens
+
+    def _planned(self, params: list[dict[str, Any] | None], device: torch.device) -> Plan:
+        """Return the plan of a batch. params: SGLang's own of each row, into which it puts the request."""
+        members = [
+            (row, _told(each["__req__"], self._registry))
+            for row, each in enumerate(params)
+            if each is not None and KEY in each and "__req__" in each
+        ]
+        if self._plan is None or self._plan.members != members:
+            self._plan = Plan(members, device)
+        return self._plan
 
     def _preprocess_logits(self, logits: Any, sampling_info: Any) -> Any:
         step = self._step
@@ -103,11 +115,13 @@ def truncated(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -
     return torch.empty_like(probs).scatter_(-1, index, ordered.masked_fill_(out, 0.0))
 
 
-class _Step:
+class _Step(NamedTuple):
     """One batch on its way through the sampler."""
 
-    def __init__(self, plan: Plan, positions: Any, temperatures: Any, lost: Any) -> None:
-        self.plan, self.positions, self.temperatures, self.lost = plan, positions, temperatures, lost
+    plan: Plan
+    positions: Any
+    temperatures: Any
+    lost: Any
 
 
 class _OutputLogprobs:
@@ -278,32 +292,6 @@ class Plan:
         """Take the batch's next tokens."""
         for row, told in self.members:
             told.last = tokens, row
-
-
-class Planner:
-    """Makes the plan of each batch, and returns the last one as long as it is valid."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self._plan: Plan | None = None
-
-    def forget(self) -> None:
-        """Drop the last plan: none of its requests is there any more."""
-        self._plan = None
-
-    def plan(self, params: list[dict[str, Any] | None], device: torch.device) -> Plan:
-        """Return the plan of a batch. params: SGLang's custom parameters of each row.
-
-        SGLang puts the request into them.
-        """
-        members = [
-            (row, _told(each["__req__"], self._registry))
-            for row, each in enumerate(params)
-            if each is not None and KEY in each and "__req__" in each
-        ]
-        if self._plan is None or self._plan.members != members:
-            self._plan = Plan(members, device)
-        return self._plan
 
 
 def _index(rows: list[int], device: torch.device) -> torch.Tensor | None:

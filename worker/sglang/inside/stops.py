@@ -42,9 +42,10 @@ def watch(req: Any, tokenizer: EngineTokenizer | None) -> None:
         logger.exception("stops cannot be looked for")
         req.set_finish_with_abort(_lost(error))
         return
-    watched = _Watched(req, matcher, frozenset(tokens), req.update_finish_state)
-    setattr(req, _ATTRIBUTE, watched)
-    patches.replace_on(req, "managers.schedule_batch:Req.update_finish_state", watched.check)
+    setattr(req, _ATTRIBUTE, True)
+    patches.replace_on(
+        req, "managers.schedule_batch:Req.update_finish_state", _watched(req, matcher, frozenset(tokens))
+    )
 
 
 def abort(message: str) -> Any:
@@ -54,36 +55,33 @@ def abort(message: str) -> Any:
     return FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
 
 
-class _Watched:
-    """A request of SGLang's with its matcher. `check` takes the place of the request's own check."""
+def _watched(req: Any, matcher: StopMatcher, tokens: frozenset[int]) -> Callable[..., Any]:
+    """Return what takes the place of the request's own check: look for these stops first, then run SGLang's check."""
+    check, seen = req.update_finish_state, 0
 
-    def __init__(self, req: Any, matcher: StopMatcher, tokens: frozenset[int], check: Callable[..., Any]) -> None:
-        self._req, self._matcher, self._tokens, self._check = req, matcher, tokens, check
-        self._seen = 0
+    def look() -> None:
+        nonlocal seen
+        for token in req.output_ids[seen:]:
+            if not 0 <= token < req.vocab_size or seen >= req.sampling_params.max_new_tokens:
+                return  # SGLang's own check ends it
+            seen += 1
+            if (match := matcher.next(int(token))) is not None:
+                stop = match.stop
+                if isinstance(stop, tuple) and len(stop) == 1 and stop[0] in tokens:
+                    stop = stop[0]
+                req.finished_reason, req.finished_len = _reason_class()(stop, match), seen
+                return
 
-    def check(self, *args: Any, **kwargs: Any) -> Any:
-        """Look for these stops first, then run SGLang's check."""
-        req = self._req
+    def checked(*args: Any, **kwargs: Any) -> Any:
         if not req.finished() and not req.to_finish:
             try:
-                self._look(req)
+                look()
             except Exception as error:
                 logger.exception("stops cannot be looked for any more")
                 req.to_finish = abort(_lost(error))
-        return self._check(*args, **kwargs)
+        return check(*args, **kwargs)
 
-    def _look(self, req: Any) -> None:
-        for token in req.output_ids[self._seen :]:
-            if not 0 <= token < req.vocab_size or self._seen >= req.sampling_params.max_new_tokens:
-                return  # SGLang's own check ends it
-            self._seen += 1
-            if (match := self._matcher.next(int(token))) is not None:
-                stop = match.stop
-                if isinstance(stop, tuple) and len(stop) == 1 and stop[0] in self._tokens:
-                    stop = stop[0]
-                req.finished_reason = _reason_class()(stop, match)
-                req.finished_len = self._seen
-                return
+    return checked
 
 
 def _lost(error: Exception) -> str:
