@@ -39,7 +39,6 @@ def test_half_the_fleet_preempted_every_minute_loses_nothing(capsys: pytest.Capt
     assert kept["tokens"]["wasted_share"] <= 0.05
     assert without["tokens"]["wasted_share"] > 0.05
     assert kept["again_s"]["dead"]["p50"] >= figures["scenario"]["lease_s"]
-    assert len(kept["timeline"]) > 0
 
 
 async def test_a_result_that_never_comes_fails_the_run(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +91,7 @@ def test_lengths_have_the_mean_that_the_load_is_computed_with() -> None:
 
 
 def test_hours_of_gpus_are_counted_by_what_they_do() -> None:
-    timeline = Timeline(3600.0)
+    timeline = Timeline()
     timeline.uses("a", 0)
     timeline.starting = 2
     timeline.advance(1800.0)
@@ -104,7 +103,6 @@ def test_hours_of_gpus_are_counted_by_what_they_do() -> None:
     figures = timeline.figures(slots=4)
     assert figures["gpu_hours"] == {"used": 0.5, "idle": 0.5, "starting": 1.0}
     assert figures["slots_used"] == 0.375
-    assert (timeline.rows[0]["idle"], timeline.rows[-1]["used"], len(timeline.rows)) == (1, 1, 288)
 
 
 @pytest.mark.parametrize(

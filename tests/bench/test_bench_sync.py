@@ -19,7 +19,7 @@ from rolloutmq.messages import ConfigError
 KEYS = {
     "raw_gb_s", "stock_tensor_gb_s", "stock_bucket_gb_s", "ours_gb_s", "ours_unverified_gb_s", "raw_ms",
     "stock_tensor_ms", "stock_bucket_ms", "ours_ms", "ours_unverified_ms", "ours_publish_ms", "stall_ms",
-    "stall_overlapped_ms", "stall_resume_ms", "tokens_kept", "first_sync_ms", "regroup_ms", "late_join_ms", "nbytes",
+    "stall_overlapped_ms", "stall_resume_ms", "first_sync_ms", "regroup_ms", "late_join_ms", "nbytes",
     "tensors", "rounds", "errors",
 }  # fmt: skip
 
@@ -31,7 +31,7 @@ def test_a_small_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     if find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
     out = tmp_path / "results" / "sync.json"
-    plan = Plan("tiny", device="cpu", running=4, rounds=2, seconds=3.0, every=0.4)
+    plan = Plan("tiny", device="cpu", running=4, rounds=2)
     results = harness.run(plan, out, quiet=True)
     assert json.loads(capsys.readouterr().out) == results == json.loads(out.read_text())
     figures = results["shapes"]["tiny"]
@@ -53,8 +53,6 @@ def test_a_small_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for key in ("stall_overlapped_ms", "stall_resume_ms", "stall_stock_ms"):
         assert figures[key] >= 0
         assert len(figures["stalls"][key]["rounds"]) == 3
-    assert figures["tokens_updates"] >= 1
-    assert figures["tokens_kept"] > 0
     for key in ("ours_publish_ms", "first_sync_ms", "regroup_ms", "late_join_ms"):
         assert 0 < figures[key] < 60_000
     assert results["device"] == "cpu"
@@ -158,8 +156,6 @@ def test_the_command_line_is_checked() -> None:
         settled(Plan("7b", device="cpu"))
     with pytest.raises(ConfigError, match="some of raw"):
         settled(Plan("tiny", "raw,fast", device="cpu"))
-    with pytest.raises(ConfigError, match=r"some of raw, ours, ours_unverified; unknown: .*'pool'"):
-        settled(Plan("tiny", "raw,pool", device="cpu", plain=True))
     with pytest.raises(ConfigError, match="--device"):
         settled(Plan("tiny", device="tpu"))
     with pytest.raises(ConfigError, match="takes 65 GPUs"):
