@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from .recorded import Recorded
+from ..journal import Recorded
 from .verdict import BADNESS, LOGPROB_LIMIT, State, Tokens, Verdict, tokens_of
 
 SHOWN = 50
