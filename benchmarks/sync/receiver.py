@@ -60,9 +60,9 @@ class EngineProcess:
         self._stock = StockReceiver(self.engine.manager, name)
         await self._stock.join(**where)
 
-    async def stock_learn(self, key: str, requests: list[dict[str, Any]]) -> None:
+    async def stock_learn(self, key: str, requests: list[StockRequest]) -> None:
         """Remember the requests that `stock` sends under this name."""
-        self._requests[key] = [StockRequest.from_dict(request) for request in requests]
+        self._requests[key] = requests
 
     async def stock(self, key: str, timeout_s: float) -> Any:
         """Receive a version, from the first request until the device is done.
