@@ -75,15 +75,6 @@ def test_the_oracle_sees_what_is_twice_wrong_and_open() -> None:
     assert set(oracle.open) == {"c"}
 
 
-def test_the_same_seed_draws_the_same() -> None:
-    def drawn(seed: int) -> list[object]:
-        draws = Draws(Scenario(), seed)
-        return [draws.next_arrival(0.0), draws.lengths(), draws.start_s(), draws.lifetime_s(), draws.wave(10)]
-
-    assert drawn(1) == drawn(1)
-    assert drawn(1) != drawn(2)
-
-
 def test_lengths_have_the_mean_that_the_load_is_computed_with() -> None:
     draws = Draws(Scenario(block=1, group=4000), 0)
     assert float(np.mean(draws.lengths())) == pytest.approx(draws.mean_tokens(), rel=0.05)
@@ -119,9 +110,8 @@ def test_hours_of_gpus_are_counted_by_what_they_do() -> None:
 def test_a_scenario_that_cannot_be_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises((InvalidField, ConfigError)) as raised:
         read_scenario(path)
-    assert str(path) in str(raised.value)
     assert said in str(raised.value)
 
 
