@@ -35,6 +35,7 @@ from rolloutmq.ops.replay import Recorded, Settings, recorded, replay_tokens, su
 from rolloutmq.ops.tiny_model import write_tiny_model
 
 from .harness import Run, option
+from .parts import BenchFailed
 from .sync.shapes import one_shape, write_random
 from .workers import RealWorker, working
 
@@ -192,7 +193,8 @@ async def saved(client: RolloutClient, job_id: str, enough: Callable[[Live], boo
         while True:
             live = await live_of(client.broker, job_id)
             assert live is not None
-            assert live.state in {"queued", "running"}, live.state
+            if live.state not in {"queued", "running"}:
+                raise BenchFailed(f"a long job is {live.state} before anything happened to it: --long has to be more")
             if live.partials and enough(live):
                 return live
             await asyncio.sleep(0.02)
