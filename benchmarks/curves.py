@@ -71,7 +71,7 @@ def curve(mode: UpdateMode, seed: int, steps: int, folder: Path) -> dict[str, An
 class Plan:
     """What to run."""
 
-    steps: int = option(120, "Of each run.", min=1)
+    steps: int = option(120, "Of each run.", min=POINTS)
     seeds: int = option(3, "Runs of each mode.", min=1)
 
 

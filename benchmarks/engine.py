@@ -47,7 +47,6 @@ class Plan:
     max_new_tokens: int = option(128, "Longest answer; lengths are spread below it.", min=1)
     dtype: str = option("auto", "auto, bfloat16, float16 or float32.")
     sglang: list[str] = option([], "Further SGLang argument, NAME=JSON; repeatable.")
-    journals: bool = option(False, "Also with journals, in turns with turns without: what they cost.")
     watched: bool = option(False, "Also with metrics, and with traces: what they cost, in CPU time, too.")
 
 
@@ -72,8 +71,7 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
             extra=parse_extra(plan.sglang),
         )
         worker_config = as_config(WorkerConfig, redis_url=server.url, pool="bench", max_running=plan.max_running)
-        folder = str(Path(scratch, "journal")) if plan.journals else ""
-        workload = Workload(plan.prompts, plan.max_new_tokens, vocab_size=32000, journal=folder)
+        workload = Workload(plan.prompts, plan.max_new_tokens, vocab_size=32000)
         redis_pid = server.pid if plan.watched else None
         figures = asyncio.run(_compare(config, worker_config, workload, plan.rounds, run, redis_pid=redis_pid))
     label = Path(plan.model).name if plan.model else f"{shaped.name}-shaped" if shaped else "tiny"
@@ -108,7 +106,7 @@ async def _compare(
         warm_up = replace(base, count=min(base.count, worker_config.max_running), seed=rounds)
         await _direct(engine, warm_up)  # warms up kernels, caches and Python itself
         tokens: list[int] = []
-        sides = ["direct", "pool", *(["journal"] if base.journal else [])]
+        sides = ["direct", "pool"]
         watch: Watching | None = None
         if redis_pid is not None:
             opened = watching(worker.vitals, worker_config.redis_url, worker_config.pool, redis_pid)
@@ -124,8 +122,7 @@ async def _compare(
                 if side == "direct":
                     seconds = await _direct(engine, workload)
                 else:
-                    journal = base.journal if side == "journal" else ""
-                    told = replace(workload, journal=journal, traces=side == "traces")
+                    told = replace(workload, traces=side == "traces")
                     async with watch.turn(side) if watch else nullcontext(dict[str, float]()) as spent:
                         seconds, spent["client"] = await _through_pool(worker_config, told, count)
                     await engine.operate("flush_cache", {})  # for the other side, which has the same prompts

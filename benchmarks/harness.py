@@ -1,7 +1,7 @@
 """One harness for all benchmarks: options, what is said on the way, and the JSON at the end with host and command.
 
 A benchmark is a module with a dataclass `Plan`, whose fields are its options, and `measure(plan, run)`, which returns
-figures. What it takes from the package is imported when it is needed: a side of a comparison may have an older one.
+figures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BENCHMARKS = {
     "episodes": ("episodes", "Episodes on two workers, one of which is killed: prefix cache, stalls, tokens lost."),
     "sync": ("sync.bench", "Weights into engines: raw broadcast, SGLang's own ways and ours, stalls, joins."),
     "scale": ("scale.bench", "A day of 1,000 simulated engines on a real broker, or real workers that die at once."),
-    "spread": ("spread.bench", "How evenly work is spread, beside an ideal balancer and an earlier commit."),
+    "spread": ("spread.bench", "How evenly work is spread, beside an ideal balancer."),
     "fleet": ("fleet.bench", "New weights for a fleet that churns: deaths, 128 workers, 1,000 simulated."),
     "updates": ("updates", "What updates cost a worker in each mode, by contexts and intervals."),
     "curves": ("curves", "Whether an update's mode changes what is learned."),

@@ -1,12 +1,8 @@
-"""Other processes of a benchmark. Each runs one function, is spoken to in lines, and ends with its input.
-
-It uses only the standard library and an error: a part may have an older `rolloutmq`.
-"""
+"""Other processes of a benchmark. Each runs one function, is spoken to in lines, and ends with its input."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -20,18 +16,14 @@ class BenchFailed(RolloutMQError):
 
 
 class Part:
-    """A process that runs `function(*arguments)`; arguments are plain data.
+    """A process that runs `function(*arguments)`, which are plain data. Use it in a block: after that it has ended."""
 
-    path: a folder that has an older `rolloutmq` for it. Use it in a block: after that it has ended.
-    """
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any, path: str = "") -> None:
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.name = f"{function.__module__}.{function.__name__}"
         code = f"import json, sys; from {function.__module__} import {function.__name__} as run; "
         command = [sys.executable, "-c", code + "run(*json.loads(sys.argv[1]))", json.dumps(arguments)]
-        env = os.environ | ({"PYTHONPATH": path} if path else {})
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self.pid, self.kill = self._process.pid, self._process.kill
 
     def line(self) -> str:

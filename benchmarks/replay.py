@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from safetensors.torch import load_file
 
 from rolloutmq import GenerateJob, RolloutClient, WeightPublisher
 from rolloutmq.messages.journal import Journal
-from rolloutmq.ops.demo.pool import WorkerProcess
 from rolloutmq.ops.flags import parse_extra
 from rolloutmq.ops.journal.live import Live, live_of
 from rolloutmq.ops.redis import EmbeddedRedis
@@ -36,7 +35,9 @@ from rolloutmq.ops.replay import Recorded, Settings, recorded, replay_tokens, su
 from rolloutmq.ops.tiny_model import write_tiny_model
 
 from .harness import Run, option
+from .parts import BenchFailed
 from .sync.shapes import one_shape, write_random
+from .workers import RealWorker, working
 
 TEXT = "text"
 LONGS = 2
@@ -72,34 +73,19 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """What the workers are started with."""
-
-    redis_url: str
-    model: Path
-    logs: Path
-    dtype: str
-    sglang: list[str]
-    gpu: bool
-
-    def command(self) -> list[str]:
-        """The worker's command line."""
-        options = {
-            "--redis": self.redis_url,
-            "--model": str(self.model),
-            "--dtype": self.dtype,
-            "--max-running": "64" if self.gpu else "8",
-            "--lease": "2",
-            "--checkpoint": "0.3",
-            # Two engines that start at once take each other's memory for their own, so the KV cache has a fixed size.
-            "--mem-fraction": "0.8" if self.gpu else "0.3",
-            "--max-total-tokens": "131072" if self.gpu else "65536",
-            "--log-level": "info",
-        }
-        pairs = [*options.items(), *(("--sglang", setting) for setting in self.sglang)]
-        words = [word for pair in pairs for word in pair]
-        return [sys.executable, "-m", "rolloutmq.ops.entry", "worker", "--deterministic", *words]
+def worker_options(dtype: str, sglang: list[str], *, gpu: bool) -> list[str]:
+    """Of the worker's command line."""
+    options = {
+        "--dtype": dtype,
+        "--max-running": "64" if gpu else "8",
+        "--lease": "2",
+        "--checkpoint": "0.3",
+        # Two engines that start at once take each other's memory for their own, so the KV cache has a fixed size.
+        "--mem-fraction": "0.8" if gpu else "0.3",
+        "--max-total-tokens": "131072" if gpu else "65536",
+    }
+    pairs = [*options.items(), *(("--sglang", setting) for setting in sglang)]
+    return ["--deterministic", *(word for pair in pairs for word in pair)]
 
 
 def write_model(folder: Path, shape: str) -> None:
@@ -148,8 +134,8 @@ def long_job(number: int, tokens: int) -> GenerateJob:
 class Recording:
     """The recorded run: jobs, and what happens to the pool meanwhile."""
 
-    def __init__(self, arguments: Plan, pool: Pool, folder: Path, workers: list[WorkerProcess]) -> None:
-        self.arguments, self.pool, self.folder, self.workers = arguments, pool, folder, workers
+    def __init__(self, arguments: Plan, url: str, folder: Path, workers: list[RealWorker]) -> None:
+        self.arguments, self.url, self.folder, self.workers = arguments, url, folder, workers
 
     async def record(self) -> None:
         """Everything, until all results are in the journal."""
@@ -157,10 +143,10 @@ class Recording:
         jobs = list(jobs_of(self.arguments.jobs - 4 * LONGS, vocab))
         quarter = -(-len(jobs) // 4)
         with Journal(self.folder / "journal") as journal:
-            async with RolloutClient(self.pool.redis_url, journal=journal) as client, asyncio.TaskGroup() as running:
+            async with RolloutClient(self.url, journal=journal) as client, asyncio.TaskGroup() as running:
                 while len(await client.workers()) < len(self.workers):
                     for worker in self.workers:
-                        assert worker.alive, worker.last_words()
+                        worker.check()
                     await asyncio.sleep(0.2)
                 for number in range(4):
                     longs = [long_job(LONGS * number + i, self.arguments.long) for i in range(LONGS)]
@@ -190,14 +176,14 @@ class Recording:
     def happen(self, number: int, worker_id: str) -> None:
         """New weights, the death of this worker, weights in place, new weights."""
         if number == DEATH:
-            next(worker for worker in self.workers if worker_id in worker.log.read_text()).kill()
+            next(worker for worker in self.workers if f"-{worker.process.pid}-" in worker_id).kill()
             return
         self.publish(number + 1, "in_place" if number == IN_PLACE else "resume")
 
     def publish(self, version: int, mode: Any) -> None:
         folder = self.folder / "snapshots"
-        with WeightPublisher(self.pool.redis_url, snapshots=folder, keep_snapshots=10, mode=mode) as publisher:
-            report = publisher.publish(version, weights_of(self.pool.model, version)).wait(120)
+        with WeightPublisher(self.url, snapshots=folder, keep_snapshots=10, mode=mode) as publisher:
+            report = publisher.publish(version, weights_of(self.folder / "model", version)).wait(120)
             assert report.state == "committed", report
 
 
@@ -207,7 +193,8 @@ async def saved(client: RolloutClient, job_id: str, enough: Callable[[Live], boo
         while True:
             live = await live_of(client.broker, job_id)
             assert live is not None
-            assert live.state in {"queued", "running"}, live.state
+            if live.state not in {"queued", "running"}:
+                raise BenchFailed(f"a long job is {live.state} before anything happened to it: --long has to be more")
             if live.partials and enough(live):
                 return live
             await asyncio.sleep(0.02)
@@ -264,14 +251,11 @@ def _measure(arguments: Plan, folder: Path) -> dict[str, Any]:
     write_model(model, arguments.shape)
     dtype = "float32" if arguments.shape == TEXT else "bfloat16"
     began = time.monotonic()
-    with EmbeddedRedis() as server:
-        pool = Pool(server.url, model, folder, dtype, arguments.sglang, gpu)
-        workers = [WorkerProcess(f"worker-{number}", pool) for number in range(2)]
-        try:
-            asyncio.run(Recording(arguments, pool, folder, workers).record())
-        finally:
-            for worker in workers:
-                worker.dispose()
+    with EmbeddedRedis() as server, ExitStack() as stack:
+        options = worker_options(dtype, arguments.sglang, gpu=gpu)
+        logs = (folder / f"worker-{number}.log" for number in range(2))
+        workers = [stack.enter_context(working(model, server.url, log, *options)) for log in logs]
+        asyncio.run(Recording(arguments, server.url, folder, workers).record())
     recorded_at = time.monotonic()
     samples = list(recorded(folder / "journal"))
     settings = {"dtype": dtype, "mem_fraction": 0.7 if gpu else 0.3, "extra": parse_extra(arguments.sglang)}

@@ -10,14 +10,13 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from rolloutmq.messages.errors import InvalidField
 from rolloutmq.ops.cli.options import ids
-from rolloutmq.ops.files import check_out, writing
+from rolloutmq.ops.flags import parse_extra
 from rolloutmq.producer.training import Books, Measured, Staleness
 
 from . import harness
@@ -25,23 +24,6 @@ from .harness import option
 
 WARM_UP = 0.1
 """Share of the steps that the figures leave out: a run begins with an empty pool."""
-
-
-MOST_SAMPLES = 1_000_000
-"""Most samples that may be under way. More take minutes and gigabytes to simulate."""
-LIMITS: Mapping[str, tuple[float, float]] = {
-    "slots": (1, MOST_SAMPLES),
-    "tokens_per_s": (1e-3, 1e9),
-    "tokens": (1, 1e9),
-    "tail": (0, 10),
-    "most_tokens": (1, 1e9),
-    "step_s": (1e-3, 1e6),
-    "sync_s": (0, 1e6),
-    "transfer_s": (0, 1e6),
-    "batch_size": (1, MOST_SAMPLES),
-    "group": (1, MOST_SAMPLES),
-}
-"""What each field of a Shape may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +49,10 @@ class Shape:
     transfer_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, (least, most) in LIMITS.items():
-            if not least <= (value := getattr(self, name)) <= most:
-                raise InvalidField(name, value, f"{least:g} to {most:g}")
+        for one in fields(self):
+            value, may_be_0 = getattr(self, one.name), one.name in ("tail", "sync_s", "transfer_s")
+            if not (isinstance(value, int | float) and 0 <= value < 1e9 and (value > 0 or may_be_0)):
+                raise InvalidField(one.name, value, "a number up to 1e9, and 0 only for tail, sync_s and transfer_s")
         if self.batch_size % self.group:
             raise InvalidField("group", self.group, f"a divisor of batch_size={self.batch_size}")
 
@@ -225,8 +208,6 @@ def simulate(shape: Shape, rule: Staleness, steps: int, seed: int = 0) -> Outcom
     """What comes of `steps` steps. Raises InvalidField."""
     if steps < 2:
         raise InvalidField("steps", steps, "at least 2")
-    if (rule.eta + 1) * shape.batch_size > MOST_SAMPLES:
-        raise InvalidField("eta", rule.eta, f"(eta + 1) x batch_size of at most {MOST_SAMPLES:,}")
     run = Run(shape, replace(rule, batch_size=shape.batch_size), seed)
     warm = max(1, round(steps * WARM_UP))
     for _ in range(warm):
@@ -260,73 +241,32 @@ def sweep(shape: Shape, etas: Sequence[int], on_stale: Any, steps: int, seed: in
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to compare. Whatever of a Shape is given takes the place of the scenarios' own."""
+    """What to compare."""
 
     etas: str = option("0,1,2,4,8", "Bounds to compare, with commas.")
     scenario: str = option("all", "balanced, slow-trainer, slow-pool, heavy-tail, or all of them.")
     on_stale: str = option("drop", "drop, mark or wait.")
     training_steps: int = option(200, "Of each run.", min=2, max=100_000)
     seed: int = option(0, "Of the lengths.", min=0)
-    slots: int | None = option(None, "Samples that the pool generates at once.")
-    tokens_per_s: float | None = option(None, "Of one sample.")
-    tokens: int | None = option(None, "Median length of a sample.", name="median-tokens")
-    tail: float | None = option(None, "Sigma of the lengths' log-normal distribution.")
-    step_s: float | None = option(None, "Seconds of training on one batch.")
-    sync_s: float | None = option(None, "Seconds without generation at an update.")
-    transfer_s: float | None = option(None, "Seconds from an update until the pool has it.")
-    batch_size: int | None = option(None, "Samples of a step.")
-    group: int | None = option(None, "Samples of a prompt.", name="samples")
-    plot: Path | None = option(None, "Write a PNG here; needs the extra `demo`.")
+    shape: list[str] = option([], "NAME=NUMBER in place of the scenarios' own, as a Shape has it; repeatable.")
 
 
 def measure(plan: Plan, run: harness.Run) -> dict[str, Any]:
     """Throughput, idle time and staleness against the bound eta, for slow trainers, slow pools and long samples."""
-    if plan.plot is not None:
-        check_out("--plot", plan.plot)
     if plan.scenario not in (*SHAPES, "all"):
         raise InvalidField("--scenario", plan.scenario, f"all, or one of {', '.join(SHAPES)}")
     etas = ids("--etas", plan.etas, "bounds such as 0,1,4")
-    own: dict[str, Any] = {name: value for name in LIMITS if (value := getattr(plan, name, None)) is not None}
+    own = parse_extra(plan.shape)
+    if strange := own.keys() - {one.name for one in fields(Shape)}:
+        raise InvalidField("--shape", min(strange), f"one of {', '.join(one.name for one in fields(Shape))}")
     shapes = {name: replace(shape, **own) for name, shape in SHAPES.items() if plan.scenario in (name, "all")}
     found: dict[str, list[Outcome]] = {}
     for name, shape in shapes.items():
         found[name] = sweep(shape, etas, plan.on_stale, plan.training_steps, plan.seed)
         for outcome in found[name]:
             run.say(f"{name}:", **{field: round(value, 3) for field, value in asdict(outcome).items()})
-    if plan.plot is not None:
-        with writing("--plot", plan.plot):
-            plan.plot.parent.mkdir(parents=True, exist_ok=True)
-            draw(plan.plot, found, f"on_stale={plan.on_stale}, {plan.training_steps} steps, seed {plan.seed}")
     scenarios = {
         name: {"shape": asdict(shape), "outcomes": [asdict(one) for one in found[name]]}
         for name, shape in shapes.items()
     }
     return {"on_stale": plan.on_stale, "steps": plan.training_steps, "seed": plan.seed, "scenarios": scenarios}
-
-
-def draw(path: Path, found: dict[str, list[Outcome]], title: str) -> None:
-    """Write a PNG: throughput, idle shares and staleness against eta."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(4, len(found), figsize=(3.6 * len(found), 11), sharex="col", layout="constrained")
-    figure.suptitle(title)
-    panels = (("samples_per_s", "samples/s"), ("trainer_idle", "trainer idle"), ("pool_idle", "pool idle"))
-    for column, (name, outcomes) in enumerate(found.items()):
-        own = axes[:, column] if len(found) > 1 else axes
-        etas = [one.eta for one in outcomes]
-        own[0].set_title(name)
-        for axis, (field, label) in zip(own, panels, strict=False):
-            axis.plot(etas, [getattr(one, field) for one in outcomes], marker="o", color="#2a6fb0")
-            axis.set_ylim(bottom=0)
-            axis.set_ylabel(label)
-        own[3].plot(etas, [one.staleness for one in outcomes], marker="o", color="#b45f06", label="mean")
-        own[3].plot(etas, [one.max_staleness for one in outcomes], linestyle="--", color="#b45f06", label="max")
-        own[3].set(ylabel="staleness", xlabel="eta")
-        own[3].legend(loc="upper left")
-        for axis in own:
-            axis.grid(alpha=0.25)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

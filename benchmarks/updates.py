@@ -5,7 +5,6 @@ is tokens per second over those of the same load without updates, which is measu
 interval.
 --shape: a model of such shapes with random weights, on the last GPU, and the trainer on the first one; otherwise a tiny
 one on the CPU.
---before: a folder with an older rolloutmq package, which is measured in the same run, in a process of its own.
 With "auto" the samples of one case are rebuilt by an own forward pass afterwards, each token on the cache it had.
 """
 
@@ -21,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 
 from .harness import Run, option
-from .parts import Part
 from .sync.shapes import one_shape
 from .workers import working
 
@@ -50,8 +48,6 @@ MODES = ("resume", "in_place", "auto")
 CASE_S, VERSIONS, LONGEST = 10.0, 2.5, 3.0
 """A case takes so many seconds without updates, or as long as so many versions, or as its longest sample. One that
 takes LONGEST times as long is stopped, and counted by what it has generated."""
-BEFORE = 1000
-"""The one context with which the older package is measured."""
 CHECKED = (1000, 1.0)
 """Context and interval of the case whose samples are rebuilt."""
 
@@ -196,17 +192,14 @@ class Side:
         }
 
 
-def measure_load(
-    side: Side, none: Load, intervals: list[float], modes: Sequence[str], *, older: bool
-) -> Iterator[dict[str, Any]]:
+def measure_load(side: Side, none: Load, intervals: list[float], modes: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Each mode at each interval. Before and after an interval it is measured without updates."""
     # Warms up: the first time of a load is slower. The second one says how long a wave of samples takes.
     first = math.ceil(CASE_S / side.measure(none, 1, CASE_S)["seconds"])
     wave_s = side.measure(none, first, CASE_S)["seconds"] / first
 
     def measured(load: Load) -> dict[str, Any]:
-        checked = not older and (load.context, load.every_s, load.mode) == (*CHECKED, "auto")
-        keep = checked and not side.trainer.on_gpu
+        keep = (load.context, load.every_s, load.mode) == (*CHECKED, "auto") and not side.trainer.on_gpu
         return side.measure(load, max(1, round(load.case_s / wave_s)), wave_s, keep=keep)
 
     before = measured(none)
@@ -221,18 +214,15 @@ def measure_load(
         before = after
 
 
-def run_side(plan: Plan, model: Path, *, older: bool = False) -> Iterator[list[dict[str, Any]]]:
+def run_side(plan: Plan, model: Path) -> Iterator[list[dict[str, Any]]]:
     """What has been measured, after each load."""
     found: list[dict[str, Any]] = []
     with EmbeddedRedis() as server:
         side = Side(model, server.url, Trainer(model, plan.shape))
         with side.worker(model / "worker.log", *plan.worker.split()):
             for context, running in (map(int, pair.split(":")) for pair in plan.loads.split(",")):
-                if older and context != BEFORE:
-                    continue
                 none, intervals = Load(context, running, plan.new_tokens), [*map(float, plan.every.split(","))]
-                modes = ["resume"] if older else plan.modes.split(",")
-                found += measure_load(side, none, intervals, modes, older=older)
+                found += measure_load(side, none, intervals, plan.modes.split(","))
                 yield found
         if side.kept:
             yield [*found, {"rebuilt": side.rebuilt()}]
@@ -257,7 +247,6 @@ class Plan:
     new_tokens: int = option(200, "Of a sample.", min=1)
     shape: str = option("", "As of `python -m benchmarks sync`; needs a GPU.")
     worker: str = option("--dtype float32 --max-total-tokens 131072 --device cpu", "Further arguments of the worker.")
-    before: Path | None = option(None, "Folder that has an older package `rolloutmq`.")
 
 
 def measure(plan: Plan, run: Run) -> dict[str, Any]:
@@ -267,15 +256,4 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
         write_model(Path(folder), plan.shape)
         for found["now"] in run_side(plan, Path(folder)):
             run.keep(found)
-    if plan.before is not None:
-        with Part(run_older, asdict(replace(plan, shape="", before=None)), path=str(plan.before)) as older:
-            found["before"] = older.answer()
     return found
-
-
-def run_older(plan: dict[str, Any]) -> None:
-    """The process of the older package: it prints what has been measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), "")
-        *_, found = run_side(Plan(**plan), Path(folder), older=True)
-    print(json.dumps(found))

@@ -46,12 +46,16 @@ class RealWorker:
         """The first of the pool's workers that is ready. Raises BenchFailed, also when this one ends."""
         deadline = time.monotonic() + timeout_s
         while not (found := [worker for worker in client.workers() if ready(worker)]):
-            if self.process.poll() is not None:
-                raise BenchFailed(f"a worker ended: {self._log.read_text(errors='replace')[-LAST_WORDS:]}")
+            self.check()
             if time.monotonic() > deadline:
                 raise BenchFailed(f"no worker is ready within {timeout_s:g} s")
             time.sleep(every_s)
         return found[0]
+
+    def check(self) -> None:
+        """Raises BenchFailed with its last words if it has ended."""
+        if self.process.poll() is not None:
+            raise BenchFailed(f"a worker ended: {self._log.read_text(errors='replace')[-LAST_WORDS:]}")
 
     def until_serving(self, client: BlockingRolloutClient) -> None:
         self.until(client, lambda worker: worker.state == "serving", START_S, 0.2)
@@ -62,8 +66,12 @@ class RealWorker:
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        """All of it at once, as if its machine were lost."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 @contextmanager

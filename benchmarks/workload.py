@@ -21,15 +21,13 @@ class Workload:
     """Prompts of a benchmark: `count` of them, each with 16 to 64 random tokens.
 
     Each answer has a fixed length between half of max_new_tokens and all of it, and ignores the end of sequence. So
-    both sides generate the same number of tokens. journal: a folder for the client's journal, "" for none. traces:
-    whether the client makes spans.
+    both sides generate the same number of tokens. traces: whether the client makes spans.
     """
 
     count: int
     max_new_tokens: int
     vocab_size: int
     seed: int = 0
-    journal: str = ""
     traces: bool = False
 
     def jobs(self) -> list[GenerateJob]:
@@ -61,7 +59,7 @@ async def _run(url: str, pool: str, workload: Workload) -> dict[str, float]:
     """Returns tokens, and seconds and CPU seconds from the first submission to the last result."""
     jobs = workload.jobs()
     tokens = 0
-    async with RolloutClient(url, pool, journal=workload.journal or None) as client:
+    async with RolloutClient(url, pool) as client:
         began, cpu = time.perf_counter(), time.process_time()
         await client.submit_many(jobs)
         async for outcome in client.results(timeout=120):

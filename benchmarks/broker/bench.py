@@ -9,7 +9,7 @@ import asyncio
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ async def _refusal(url: str) -> str:
 
 
 def _growth_figures(costs: dict[int, Cost]) -> dict[str, Any]:
-    by_workers = {str(workers): asdict(cost) for workers, cost in costs.items()}
+    by_workers = {str(workers): cost for workers, cost in costs.items()}
     shown = ("redis_us_per_lifecycle", "redis_us_per_heartbeat")
     figures = {name: {workers: cost.pop(name) for workers, cost in by_workers.items()} for name in shown}
     return figures | {"growth": by_workers}

@@ -16,7 +16,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,22 +39,12 @@ BACKLOG = 2048
 """Jobs that wait in the queue during the measurement."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Microseconds of Redis' CPU, without the server's own housekeeping. The fields are named as in the result.
+Cost = dict[str, float]
+"""Microseconds of Redis' CPU, without the server's own housekeeping, named as in the result.
 
-    A lifecycle is submit, claim, publish, read and acknowledge. A heartbeat includes the look for dead workers.
-    jobs_held counts those of all workers. Rates are of the measured interval. Each worker should have one heartbeat a
-    second.
-    """
-
-    redis_us_per_lifecycle: float
-    redis_us_per_heartbeat: float
-    jobs_held: int
-    redis_us_per_lifecycle_with_heartbeats: float
-    heartbeats_per_s: float
-    lifecycles_per_s: float
-    redis_memory_mb: float
+A lifecycle is submit, claim, publish, read and acknowledge. A heartbeat includes the look for dead workers. jobs_held
+counts those of all workers. Rates are of the measured interval. Each worker should have one heartbeat a second.
+"""
 
 
 def fleet(redis: Any, workers: int) -> list[Lease]:
@@ -133,15 +122,15 @@ async def measure_growth(url: str, workers: int, *, lifecycles: int) -> Cost:
         spent -= idle * seconds
         memory = (await redis.info("memory"))["used_memory"] / 1e6
         await redis.flushall()
-    return Cost(
-        redis_us_per_lifecycle=round((spent - meanwhile * heartbeat) / lifecycles, 2),
-        redis_us_per_heartbeat=round(heartbeat, 2),
-        jobs_held=workers * HELD_EACH,
-        redis_us_per_lifecycle_with_heartbeats=round(spent / lifecycles, 2),
-        heartbeats_per_s=round(meanwhile / seconds, 1),
-        lifecycles_per_s=round(lifecycles / seconds, 1),
-        redis_memory_mb=round(memory, 1),
-    )
+    return {
+        "redis_us_per_lifecycle": round((spent - meanwhile * heartbeat) / lifecycles, 2),
+        "redis_us_per_heartbeat": round(heartbeat, 2),
+        "jobs_held": workers * HELD_EACH,
+        "redis_us_per_lifecycle_with_heartbeats": round(spent / lifecycles, 2),
+        "heartbeats_per_s": round(meanwhile / seconds, 1),
+        "lifecycles_per_s": round(lifecycles / seconds, 1),
+        "redis_memory_mb": round(memory, 1),
+    }
 
 
 def _beats(part: Part) -> int:
@@ -231,8 +220,6 @@ async def growth(url: str, counts: Sequence[int], lifecycles: int, say: Callable
     costs: dict[int, Cost] = {}
     for workers in sorted(counts):
         costs[workers] = cost = await measure_growth(url, workers, lifecycles=lifecycles)
-        say(
-            f"{workers} workers, {cost.jobs_held} jobs held: {cost.redis_us_per_lifecycle} µs of Redis per lifecycle, "
-            f"{cost.redis_us_per_heartbeat} µs per heartbeat"
-        )
+        us, beat_us = cost["redis_us_per_lifecycle"], cost["redis_us_per_heartbeat"]
+        say(f"{workers} workers: {us} µs of Redis per lifecycle, {beat_us} µs per heartbeat")
     return costs

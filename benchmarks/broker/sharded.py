@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import redis as sync_redis
@@ -62,17 +62,11 @@ class Plan:
     seconds: float = option(5.0, "Length of a turn.", min=0.1, max=3600)
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """busiest: of all servers the largest share of a core. redis_us: of all servers, per job.
+Turn = dict[str, float]
+"""busiest: of all servers the largest share of a core. redis_us: of all servers, per job.
 
-    jobs_per_s_at_a_full_core: what the layout could do when its busiest server has a whole core to itself.
-    """
-
-    jobs_per_s: float
-    redis_us: float
-    busiest: float
-    jobs_per_s_at_a_full_core: float
+jobs_per_s_at_a_full_core: what the layout could do when its busiest server has a whole core to itself.
+"""
 
 
 def parse_layouts(text: str) -> tuple[Layout, ...]:
@@ -95,15 +89,13 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
     for number in range(plan.rounds):
         for layout in layouts:
             found[layout].append(turn := _turn(layout, drivers, plan.seconds))
-            run.say(
-                f"round {number + 1}, {layout}: {turn.jobs_per_s:,.0f} jobs/s, {turn.busiest:.0%} of a core at most"
-            )
+            run.say(f"round {number + 1}, {layout}: {turn['jobs_per_s']:,.0f} jobs/s,", busiest=turn["busiest"])
     figures = {str(layout): _median(turns) for layout, turns in found.items()}
     first = next(iter(figures.values()))
     for of in figures.values():
         of["ratio"] = round(of["jobs_per_s"] / first["jobs_per_s"], 2)
         of["ratio_at_a_full_core"] = round(of["jobs_per_s_at_a_full_core"] / first["jobs_per_s_at_a_full_core"], 2)
-    rounds = {str(layout): [asdict(turn) for turn in turns] for layout, turns in found.items()}
+    rounds = {str(layout): turns for layout, turns in found.items()}
     return {"layouts": figures, "drivers": drivers, "rounds": rounds}
 
 
@@ -114,7 +106,7 @@ def _default_drivers(layouts: Sequence[Layout]) -> int:
 
 
 def _median(turns: Sequence[Turn]) -> dict[str, float]:
-    return {name: round(statistics.median(getattr(turn, name) for turn in turns), 3) for name in asdict(turns[0])}
+    return {name: round(statistics.median(turn[name] for turn in turns), 3) for name in turns[0]}
 
 
 def _turn(layout: Layout, drivers: int, seconds: float) -> Turn:
@@ -136,7 +128,9 @@ def _turn(layout: Layout, drivers: int, seconds: float) -> Turn:
         took = time.perf_counter() - began
     rate = sum(done["jobs"] / done["seconds"] for done in rates)
     busiest = max(spent) / took
-    return Turn(rate, 1e6 * sum(spent) / (rate * took), busiest, rate / busiest)
+    redis_us = 1e6 * sum(spent) / (rate * took)
+    full = rate / busiest
+    return {"jobs_per_s": rate, "redis_us": redis_us, "busiest": busiest, "jobs_per_s_at_a_full_core": full}
 
 
 async def _open(url: str) -> None:

@@ -38,7 +38,6 @@ def _sglang(_versions: int) -> list[dict[str, Any]]:
 PARTS = {
     "simulated": _simulated,
     "real": lambda _: real.measure(),
-    "first": lambda _: churn.first_to(64),
     "churn": churn.measure,
     "deaths": _deaths,
     "sglang": _sglang,

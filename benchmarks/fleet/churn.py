@@ -67,14 +67,6 @@ def measure(versions: int) -> dict[str, Any]:
     }
 
 
-def first_to(workers: int) -> dict[str, Any]:
-    """The first publication that so many workers ever get."""
-    with Fleet() as fleet:
-        made = fleet.start(workers // IN_ONE, count=IN_ONE, lease_s=60.0)
-        delays = _one(fleet, [worker for one in made for worker in one.ids])
-    return {"workers": workers, "first_publication_s": round(max(delays), 3)}
-
-
 def _one(fleet: Fleet, living: list[str]) -> list[float]:
     version, began, _ = fleet.publish(**SMALL)
     if not fleet.watch.wait(version, living, LONGEST_S):

@@ -129,5 +129,4 @@ async def _figures(run: Simulation, real_s: float) -> dict[str, Any]:
             "cpu_share_of_heartbeats_of_1000_workers": beat_us and round(beat_us * BEATS_PER_S / 1e6, 4),
             **await run.watch.figures(),
         },
-        "timeline": run.timeline.rows,
     }

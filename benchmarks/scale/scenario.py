@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rolloutmq.messages.errors import ConfigError
 from rolloutmq.messages.model import Float, Int
 from rolloutmq.ops.config import read_document
+from rolloutmq.ops.flags import as_config
 
 MOST_BLOCKS = 1 << 19
 """Of all samples of a worker. Each block is a token of a real message."""
@@ -91,13 +91,5 @@ class Scenario(BaseModel):
 
 
 def read_scenario(path: Path | None, **given: Any) -> Scenario:
-    """The scenario in a file, or the default one, with `given` in place of its own values. Raises ConfigError."""
-    values = (read_document(path) if path is not None else {}) | given
-    try:
-        return Scenario.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        said = f"{name}={first['input']!r}: {first['msg']}" if name else first["msg"].removeprefix("Value error, ")
-        allowed = ", ".join(Scenario.model_fields) if first["type"] == "extra_forbidden" else ""
-        raise ConfigError(f"{path or 'scenario'}: {said}" + (f"; known are {allowed}" if allowed else "")) from error
+    """The scenario in a file, or the default one, with `given` in place of its own values. Raises InvalidField."""
+    return as_config(Scenario, **(read_document(path) if path is not None else {}) | given)

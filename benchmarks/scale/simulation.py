@@ -51,7 +51,7 @@ class Simulation:
 
     def __init__(self, redis: Any, scenario: Scenario, seed: int, *, partials: bool) -> None:
         self.scenario, self.partials = scenario, partials
-        self.oracle, self.timeline = Oracle(), Timeline(60 * scenario.minutes)
+        self.oracle, self.timeline = Oracle(), Timeline()
         self.counts: Counter[str] = Counter()
         self.beat_cpu_s, self.beats, self.joined = 0.0, 0, 0
         self.now = 0.0
@@ -111,7 +111,6 @@ class Simulation:
     def _queue(self, jobs: list[str], why: str, since: float) -> None:
         for job_id in jobs:
             self._queued_at[job_id] = since, why
-        self.timeline.queued = len(self._queued_at)
 
     async def _claim(self) -> None:
         """Workers with room claim while there are jobs, as wake-up tokens have them do."""
@@ -125,7 +124,6 @@ class Simulation:
                 since, why = self._queued_at.pop(claim.job_id)
                 self.timeline.waited(why, self.now - since)
             self._begin(worker)
-        self.timeline.queued = len(self._queued_at)
 
     def _begin(self, worker: SimulatedWorker) -> None:
         for sample in worker.begin(self.now):

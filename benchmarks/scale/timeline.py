@@ -1,4 +1,4 @@
-"""What happened over simulated time: hours of GPUs, how long jobs waited, and rows for a plot."""
+"""What happened over simulated time: hours of GPUs, and how long jobs waited."""
 
 from __future__ import annotations
 
@@ -8,29 +8,22 @@ from typing import Any
 
 import numpy as np
 
-ROWS = 288
-"""Of a plot: a day has one every five minutes."""
-
 
 @dataclass(slots=True)
 class Timeline:
     """One worker has one GPU. A worker is used while a sample runs on it, and idle while it serves without one.
 
-    seconds: of load. queued, starting: jobs in the queue and workers on their way, as of now.
+    starting: workers on their way, as of now. waits: seconds, by why the job came to the queue.
     """
 
-    seconds: float
-    queued: int = 0
     starting: int = 0
     now: float = 0.0
     gpu_s: dict[str, float] = field(default_factory=lambda: {"used": 0.0, "idle": 0.0, "starting": 0.0})
     slot_s: float = 0.0
     waits: dict[str, list[float]] = field(default_factory=dict)
-    rows: list[dict[str, float]] = field(default_factory=list)
     _running: dict[Hashable, int] = field(default_factory=dict)  # samples on each worker that serves
     _used: int = 0
     _samples: int = 0
-    _new: list[float] = field(default_factory=list)  # waits of new jobs since the last row
 
     def uses(self, worker: Hashable, running: int | None) -> None:
         """A worker that serves has so many samples; None for one that is gone."""
@@ -45,28 +38,9 @@ class Timeline:
     def waited(self, why: str, seconds: float) -> None:
         """A job was claimed so long after it came to the queue; why: new, handed over or dead."""
         self.waits.setdefault(why, []).append(seconds)
-        if why == "new":
-            self._new.append(seconds)
 
     def advance(self, at: float) -> None:
         """Nothing changed until then."""
-        every = self.seconds / ROWS
-        while (mark := (len(self.rows) + 1) * every) <= at and len(self.rows) < ROWS:
-            self._add_up(mark)
-            self.rows.append(
-                {
-                    "minute": round(mark / 60, 2),
-                    "queued": self.queued,
-                    "used": self._used,
-                    "idle": len(self._running) - self._used,
-                    "starting": self.starting,
-                    "queue_s": round(float(np.median(self._new)), 2) if self._new else 0.0,
-                }
-            )
-            self._new = []
-        self._add_up(at)
-
-    def _add_up(self, at: float) -> None:
         passed, self.now = at - self.now, at
         self.gpu_s["used"] += passed * self._used
         self.gpu_s["idle"] += passed * (len(self._running) - self._used)

@@ -1,8 +1,7 @@
-"""Is work spread? The real broker with simulated engines, beside an ideal balancer and beside an earlier commit.
+"""Is work spread? The real broker with simulated engines, beside an ideal balancer.
 
-    python -m benchmarks spread --out benchmarks/results/spread-cpu.json       # make bench-spread, about 25 minutes
+    python -m benchmarks spread --out benchmarks/results/spread-cpu.json       # make bench-spread, about 15 minutes
     python -m benchmarks spread --fast                                         # a minute
-    python -m benchmarks spread --only cost                                    # what a job costs Redis
 
 Each case (load.py) runs in a process of its own on a private redis-server (pool.py), its client in another one
 (client.py). Time is stretched: the case says by how much, and it runs again with more if Redis or the harness took
@@ -12,7 +11,7 @@ runs of a case, each with its own lengths, the one with the median ratio counts.
 
 What has to be: a makespan of at most 1.10 times the ideal one. Loads, when all of a batch that came at once is
 claimed, within 1.25 of each other, or one job. Workers that die hold at most 1.25 times as many samples as the ideal's.
-Redis' processor time for a job at equal jobs per claim at most 1.05 times that of the earlier commit (cost.py).
+What a job costs Redis is in `python -m benchmarks queue`.
 
 The scripts' own waits (a quarter of a second until a share lapses, and the like) are real time. So they weigh less when
 time is stretched.
@@ -22,24 +21,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from ..harness import Run, names, option, turns
+from ..harness import Run, option
 from ..parts import Part
-from .cost import cost_us
 from .ideal import Ideal
 from .load import CURVES, MEASURED, MEDIAN, MOST, PROMPT, ROOM, SIGMA, Case, Lost
 from .pool import run_case
 
-BEFORE = "80afd48"
 SHARE, TRIES = 0.5, 3
-MOST_RATIO, MOST_UNEVEN, MOST_COST = 1.10, 1.25, 1.05
-COST_PROCESSES, COST_ROUNDS, COST_BATCHES = 8, 8, 4
-EACH = (1, 8, 64)
+MOST_RATIO, MOST_UNEVEN = 1.10, 1.25
 REMARKS = [
     "The scripts' waits (250 ms until a share lapses, and others) are real time; they weigh less if time is stretched.",
     "Prefills: a step of an empty engine for so many tokens; of a prompt once for a job, of what was generated when a "
@@ -74,22 +65,11 @@ CASES = [
 ]
 
 
-def exported(commit: str, folder: str) -> str:
-    """The package of a commit, in a folder for PYTHONPATH."""
-    place = Path(folder) / "rolloutmq"
-    place.mkdir()
-    archive = subprocess.run(["git", "archive", commit], stdout=subprocess.PIPE, check=True)
-    subprocess.run(["tar", "-x", "-C", str(place)], input=archive.stdout, check=True)
-    if not (place / "__init__.py").exists():
-        raise SystemExit(f"{commit} has no package")
-    return folder
-
-
-def figures_of(case: Case, path: str) -> dict[str, Any]:
+def figures_of(case: Case) -> dict[str, Any]:
     """Run a case until it was not too fast for this host."""
     for _ in range(TRIES):
         figures: dict[str, Any] = {"seed": case.seed, "stretch": case.stretch, "host_load": os.getloadavg()[0]}
-        with Part(run_case, dataclasses.asdict(case), path=path) as process:
+        with Part(run_case, dataclasses.asdict(case)) as process:
             figures |= process.answer()
         over = max(figures["redis_share"], figures["harness_share"]) / SHARE
         if over < 1:
@@ -102,9 +82,9 @@ def figures_of(case: Case, path: str) -> dict[str, Any]:
     return figures | {"lost": len(lost), "lost_if_even": ideal.held}
 
 
-def median_of(case: Case, path: str) -> dict[str, Any]:
+def median_of(case: Case) -> dict[str, Any]:
     """The run with the median ratio, and the ratios of all."""
-    runs = [figures_of(dataclasses.replace(case, seed=case.seed + i), path) for i in range(case.runs)]
+    runs = [figures_of(dataclasses.replace(case, seed=case.seed + i)) for i in range(case.runs)]
     ratios = [one["ratio"] for one in runs]
     return sorted(runs, key=lambda one: one["ratio"])[len(runs) // 2] | {"ratios": ratios}
 
@@ -119,55 +99,19 @@ def even(case: Case, figures: dict[str, Any]) -> bool:
     return most <= MOST_UNEVEN * least or most - least <= case.n
 
 
-def compare(case: Case, before: str, run: Run) -> dict[str, Any]:
-    """A case now and before, beside the ideal."""
-    row: dict[str, Any] = dataclasses.asdict(case)
-    del row["stretch"], row["seed"]
-    for side, path in (("now", ""), ("before", before)):
-        row[side] = median_of(case, path)
-        run.say(f"{case.name}, {side}:", **{name: row[side][name] for name in SHOWN})
-    row["even"] = even(case, row["now"])
-    return row
-
-
 SHOWN = "ratio", "loads", "stretch", "redis_share", "harness_share", "moves", "jobs_per_claim", "redis_us_per_job"
 
 
-def costs(before: str, run: Run) -> list[dict[str, Any]]:
-    """µs of Redis for a job at equal jobs per claim, now and before, in turns.
-
-    Two servers with the same code differ by some percent, for as long as they run; so the mean of several counts.
-    """
-    found: dict[int, list[tuple[float, float]]] = {each: [] for each in EACH}
-    for _ in range(COST_PROCESSES):
-        with Part(cost_us) as current, Part(cost_us, path=before) as earlier:
-            for side in (current, earlier):
-                side.line()
-            for each in EACH:
-                took: dict[Part, list[float]] = {current: [], earlier: []}
-                for _, in_turn in turns((earlier, current), 1 + COST_ROUNDS):
-                    for side in in_turn:
-                        side.tell(f"{each} {COST_BATCHES}")
-                        took[side].append(float(side.line()))
-                now, then = (statistics.median(took[side][1:]) for side in (current, earlier))  # the first warms up
-                found[each].append((now, then))
-    rows = []
-    for each, pairs in found.items():
-        now, then = (statistics.mean(side) for side in zip(*pairs, strict=True))
-        row = {
-            "jobs_per_claim": each,
-            "now_us": round(now, 1),
-            "before_us": round(then, 1),
-            "ratio": round(now / then, 3),
-            "of_pairs": sorted(round(a / b, 3) for a, b in pairs),
-            "rounds": COST_ROUNDS,
-        }
-        rows.append(row)
-        run.say("µs of Redis for a job:", **row)
-    return rows
+def measured(case: Case, run: Run) -> dict[str, Any]:
+    """A case beside the ideal."""
+    row: dict[str, Any] = dataclasses.asdict(case)
+    del row["stretch"], row["seed"]
+    row["now"] = median_of(case)
+    run.say(f"{case.name}:", **{name: row["now"][name] for name in SHOWN})
+    return row | {"even": even(case, row["now"])}
 
 
-def missed(rows: list[dict[str, Any]], cost: list[dict[str, Any]]) -> list[str]:
+def missed(rows: list[dict[str, Any]]) -> list[str]:
     """What is not as it has to be."""
     names = {field.name for field in dataclasses.fields(Case)}
     found = []
@@ -177,10 +121,9 @@ def missed(rows: list[dict[str, Any]], cost: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name}: makespan {now['ratio']}")
         if not row["even"]:
             found.append(f"{name}: loads {now['loads']}, {now['lost']} lost, {now['lost_if_even']} if even")
-        if max(row[side][share] for side in ("now", "before") for share in ("redis_share", "harness_share")) >= SHARE:
+        if max(now["redis_share"], now["harness_share"]) >= SHARE:
             found.append(f"{name}: too fast for this host")
-    dear = [one for one in cost if one["ratio"] > MOST_COST]
-    return found + [f"{one['jobs_per_claim']} jobs per claim: cost {one['ratio']}" for one in dear]
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,29 +132,22 @@ class Plan:
 
     workers: list[int] = option([], "Only cases with so many; may be repeated.")
     fast: bool = option(False, "A few small cases.")
-    only: str = option("cases,cost", "One of these two.")
     seed: int = option(1, "Of the lengths.")
-    before: str = option(BEFORE, "Commit to be compared with.")
 
 
 def measure(plan: Plan, run: Run) -> dict[str, Any]:
     """How evenly work is spread: makespans on the real broker with simulated engines, as multiples of an ideal one."""
-    parts = names("--only", plan.only, ("cases", "cost"))
     cases = [case for case in (FAST if plan.fast else CASES) if case.workers in (plan.workers or [case.workers])]
-    found: dict[str, Any] = {"before": plan.before, "seed": plan.seed, "remarks": REMARKS, "cases": [], "cost": []}
+    found: dict[str, Any] = {"seed": plan.seed, "remarks": REMARKS, "cases": []}
     found |= {
         "curves": CURVES,
         "measured": MEASURED,
         "tokens": {"median": MEDIAN, "sigma": SIGMA, "most": MOST, "prompt": PROMPT},
         "room": ROOM,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        before = exported(plan.before, folder)
-        for case in cases if "cases" in parts else ():
-            found["cases"].append(compare(dataclasses.replace(case, seed=plan.seed), before, run))
-            run.keep(found)
-        if "cost" in parts and not plan.fast:
-            found["cost"] = costs(before, run)
-    found["missed"] = missed(found["cases"], found["cost"])
+    for case in cases:
+        found["cases"].append(measured(dataclasses.replace(case, seed=plan.seed), run))
+        run.keep(found)
+    found["missed"] = missed(found["cases"])
     run.say("not as it has to be:", found["missed"])
     return found

@@ -1,8 +1,7 @@
 """One case of `benchmarks/spread` on a real broker.
 
 Real are Redis, the scripts, leases, claims, wake-up tokens (a connection for each worker), moves, results and their
-client. Engines are simulated, and one listener hears the pool's bell for all workers. It runs on any commit of the
-package: the one that PYTHONPATH has as `rolloutmq`.
+client. Engines are simulated, and one listener hears the pool's bell for all workers.
 """
 
 from __future__ import annotations
@@ -23,16 +22,12 @@ from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.worker.generation import Generation
 from rolloutmq.worker.jobs import HeldJob, HeldJobs, Run, SampleRun
 from rolloutmq.worker.lease import ClaimLoop, Handback, Membership, Outbox
+from rolloutmq.worker.moving import Moving
 
 from ..parts import Part, busy_s
 from .client import POOL, drive, jobs_of
 from .engine import INFO, LOGPROBS, TOKENS, Clock, SimulatedEngine
 from .load import PROMPT, ROOM, Case, Change, Lost, changes
-
-try:
-    from rolloutmq.worker.moving import Moving
-except ImportError:  # an earlier commit
-    Moving = None
 
 LEASE_S, BEAT_S = 600.0, 0.2
 """Heartbeats are few: one of all workers in so many seconds. They move the pool's clock."""
@@ -68,20 +63,18 @@ class Worker:
         self.lease = CountedLease(pool.redis, POOL, self.id, pool.lease_s)
         self.lease.counts = pool.counts
         self.lease.can = can_of(INFO.context_length, INFO.features, True)
-        look = self._room, lambda: (0, {})
-        shares = {"holds": lambda _: self.held.unpublished, "pace": lambda: self.generation.pace} if Moving else {}
-        self.claims = ClaimLoop(*look, **shares)
+        shares = {"holds": lambda _: self.held.unpublished, "pace": lambda: self.generation.pace}
+        self.claims = ClaimLoop(self._room, lambda: (0, {}), **shares)
         self.membership = Membership(self.lease, SHORT_BEAT_S, MAX_LOST)
         self.leaving = False
         self._tasks: list[asyncio.Task[None]] = []
         self.handback = Handback(self.held, MAX_LOST, "simulated", lambda: self.lease)
-        self.moving = Moving and Moving(self.engine, self.generation, self.held, self.handback)
+        self.moving = Moving(self.engine, self.generation, self.held, self.handback)
 
     async def join(self) -> None:
         await self.membership.join(self.status())
-        loops = [self.claims.run(self.lease, self.pool.waker, self._admit), self.outbox.run(self.lease)]
-        if self.moving is not None:
-            loops.append(self.moving.run())
+        claims = self.claims.run(self.lease, self.pool.waker, self._admit)
+        loops = [claims, self.outbox.run(self.lease), self.moving.run()]
         if self.pool.case.churn:
             loops.append(self.membership.run(self.status, self._on_beat))
         self._tasks = [self.pool.watch(loop) for loop in loops]
@@ -285,10 +278,8 @@ class Pool:
     def _on_ring(self, ring: dict[str, str]) -> None:
         if ring.get("kind") == "move":
             for giver in set(ring["moves"].split()[::4]) & self.workers.keys():
-                moving = self.workers[giver].moving
-                if moving is not None:
-                    self.counts["asked"] += 1
-                    moving.hear(self.workers[giver].lease, ring)
+                self.counts["asked"] += 1
+                self.workers[giver].moving.hear(self.workers[giver].lease, ring)
 
 
 def run_case(case: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from .session import START_S, STEP_S, Session, together
 from .shapes import SHAPES, Shape
 
 PATHS = ("raw", "stock_tensor", "stock_bucket", "ours", "ours_unverified")
-EXTRAS = ("stall", "tokens", "pool")
+EXTRAS = ("stall", "pool")
 VARIANTS = {
     "cpu": {"raw": (1, 16), "stock_bucket": (1, 16), "ours": ("staged",), "ours_unverified": ("staged",)},
     "cuda": {
@@ -38,8 +38,8 @@ one that serves."""
 REPEATS = 3
 NOTHING: dict[str, Any] = dict.fromkeys(
     (
-        "ours_publish_ms", "stall_ms", "stall_overlapped_ms", "stall_resume_ms", "stall_stock_ms", "tokens_kept",
-        "tokens_s", "tokens_s_with_updates", "first_sync_ms", "regroup_ms", "late_join_ms",
+        "ours_publish_ms", "stall_ms", "stall_overlapped_ms", "stall_resume_ms", "stall_stock_ms",
+        "first_sync_ms", "regroup_ms", "late_join_ms",
     )
 )  # fmt: skip
 
@@ -52,13 +52,9 @@ class Plan:
     paths: str = option("", f"Some of {','.join(PATHS + EXTRAS)}. Default: all.")
     receivers: int = option(1, "Engines, each on a GPU of its own.", min=1)
     rounds: int = option(8, "Updates over each path, in turns; the median counts.", min=1)
-    seconds: float = option(15.0, "How long tokens/s is measured, without and with updates.", min=1, max=3600)
-    every: float = option(5.0, "Seconds between those updates.", min=0.1, max=3600)
     running: int = option(0, "Requests in a busy engine. Default: 64, on a CPU 16.", min=0)
     device: str = option("auto", "auto (GPUs, if there are two), cpu or cuda.")
     graphs: bool = option(True, "Decode with CUDA graphs; without, engines start sooner.")
-    together: bool = option(False, "Start the engines of all shapes at once.")
-    plain: bool = option(False, "Parameters without engines: the wire, checks and copies alone.")
 
     def wanted(self, known: tuple[str, ...]) -> tuple[str, ...]:
         """Those of the paths that are known, in their order."""
@@ -77,19 +73,18 @@ def settled(plan: Plan) -> Plan:
     if device == "cuda" and plan.receivers + 1 > gpus:
         needed = plan.receivers + 1
         raise ConfigError(f"--receivers {plan.receivers}: with the trainer that takes {needed} GPUs, {gpus} are here")
-    known = ("raw", "ours", "ours_unverified") if plan.plain else PATHS + EXTRAS
     shapes = plan.shapes or ("tiny" if device == "cpu" else "0.6b,8b,moe")
     return replace(
         plan,
         device=device,
         shapes=",".join(names("--shapes", shapes, SHAPES)),
-        paths=",".join(names("--paths", plan.paths or ",".join(known), known)),
+        paths=",".join(names("--paths", plan.paths or ",".join(PATHS + EXTRAS), PATHS + EXTRAS)),
         running=plan.running or (16 if device == "cpu" else 64),
     )
 
 
 def measure(plan: Plan, run: Run) -> dict[str, Any]:
-    """Weights from a trainer into engines: raw broadcast, SGLang's own ways and ours, stalls, tokens/s kept, joins.
+    """Weights from a trainer into engines: raw broadcast, SGLang's own ways and ours, stalls, joins.
 
     An error of a single path is not raised.
     """
@@ -102,31 +97,19 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
 async def _measure(plan: Plan, run: Run, results: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         shapes = [SHAPES[name] for name in plan.shapes.split(",")]
-        works = [
-            _Work(plan, run, results, shape=shape, folder=Path(folder), number=number)
-            for number, shape in enumerate(shapes)
-        ]
-        try:
-            if plan.together:
-                await asyncio.gather(*(work.session.ensure() for work in works), return_exceptions=True)
-                for step in STEPS:
-                    for work in works:
-                        await work.do(step)
-                return
-            for work in works:
+        for shape in shapes:
+            work = _Work(plan, run, results, shape=shape, folder=Path(folder))
+            try:
                 for step in STEPS:
                     await work.do(step)
+            finally:
                 await work.session.close()
-        finally:
-            await asyncio.gather(*(work.session.close() for work in works))
 
 
 class _Work:
     """One shape: its processes and its results."""
 
-    def __init__(
-        self, plan: Plan, run: Run, results: dict[str, Any], *, shape: Shape, folder: Path, number: int
-    ) -> None:
+    def __init__(self, plan: Plan, run: Run, results: dict[str, Any], *, shape: Shape, folder: Path) -> None:
         self.plan, self.paths, self._run, self._results = plan, plan.wanted(PATHS), run, results
         self.figures: dict[str, Any] = {"nbytes": shape.nbytes, "tensors": len(list(shape.tensors())), "errors": {}}
         rounds: dict[str, list[float]] = {}
@@ -135,7 +118,7 @@ class _Work:
         own = folder / shape.name
         own.mkdir()
         engines: Any = {"device": plan.device, "count": plan.receivers, "running": plan.running}
-        self.session = Session(shape, own, number, graphs=plan.graphs, plain=plan.plain, **engines)
+        self.session = Session(shape, own, graphs=plan.graphs, **engines)
 
     async def do(self, step: str) -> None:
         """Run one of STEPS, if it is wanted."""
@@ -242,25 +225,6 @@ async def _stalls(work: _Work) -> None:
         work.say(f"{key} {figures[key]} (a step takes {details[key]['step_ms']} ms)")
 
 
-async def _tokens(work: _Work) -> None:
-    """Measure tokens/s without updates, then with them, in place and staged."""
-    if "ours" not in work.paths:
-        return
-    plan, session = work.plan, work.session
-    path, mode = "ours:staged", "in_place"
-    await session.ensure()
-    await session.update(path)
-    without, _ = await session.tokens_per_s(plan.seconds, None, path, mode)
-    kept, updates = await session.tokens_per_s(plan.seconds, plan.every, path, mode)
-    work.figures |= {
-        "tokens_s": round(without, 1),
-        "tokens_s_with_updates": round(kept, 1),
-        "tokens_kept": round(kept / without, 4) if without else None,
-        "tokens_updates": updates,
-    }
-    work.say(f"{without:,.0f} tok/s without updates, {kept:,.0f} with {updates} in {plan.seconds:.0f} s")
-
-
 async def _pool(work: _Work) -> None:
     """Measure `publish` with Redis, ledger and roster: first, later, and after a worker left and came again."""
     plan, session, figures = work.plan, work.session, work.figures
@@ -302,5 +266,5 @@ async def _pool(work: _Work) -> None:
 
 
 STEPS: dict[str, Callable[[_Work], Awaitable[None]]] = {
-    "paths": _paths, "stall": _stalls, "tokens": _tokens, "pool": _pool
+    "paths": _paths, "stall": _stalls, "pool": _pool
 }  # fmt: skip

@@ -19,31 +19,22 @@ STREAMS = 8
 
 
 class Load:
-    """`running` requests at once.
+    """`running` requests at once, some of which stream, which shows the engine's steps as they happen.
 
-    streamed: a few of the requests stream, which shows the engine's steps as they happen. (If all streamed, this
-    process would be so busy that it saw them late.) A request that ends is not followed by another one, so no prefill
-    falls into the measurement. Otherwise each is followed by a new one, and none streams. version: of the weights for
-    new requests. They share no prefixes with those of other versions.
+    (If all streamed, this process would be so busy that it saw them late.) A request that ends is not followed by
+    another one, so no prefill falls into the measurement. version: of the weights for new requests. They share no
+    prefixes with those of other versions.
     """
 
-    def __init__(
-        self, engine: BenchEngine, running: int, *, prompt: int, new: int, version: int, streamed: bool
-    ) -> None:
+    def __init__(self, engine: BenchEngine, running: int, *, prompt: int, new: int, version: int) -> None:
         self.version = version
-        self.arrivals: list[list[float]] = [[] for _ in range(min(running, STREAMS) if streamed else 0)]
-        self._engine, self._prompt, self._new, self._streamed = engine, prompt, new, streamed
+        self.arrivals: list[list[float]] = [[] for _ in range(min(running, STREAMS))]
+        self._engine, self._prompt, self._new = engine, prompt, new
         self._draw = random.Random(0)
-        self._finished = 0
         self._current: list[str | None] = [None] * running
         self._gate = asyncio.Event()
         self._gate.set()
         self._slots = [asyncio.create_task(self._slot(number)) for number in range(running)]
-
-    def tokens(self) -> int:
-        """Return the number of tokens so far. The engine reports those of running requests every 50 tokens."""
-        seen = (self._engine.progress(request) for request in self._current if request is not None)
-        return self._finished + sum(int(progress.token_ids.size) for progress in seen if progress is not None)
 
     async def seen(self, each: int, timeout_s: float) -> None:
         """Wait until every streaming request has `each` more tokens.
@@ -82,19 +73,13 @@ class Load:
 
     async def _slot(self, number: int) -> None:
         vocab = self._engine.info.vocab_size
-        while True:
-            tokens = [self._draw.randrange(vocab) for _ in range(self._prompt)]
-            # Lengths differ. Otherwise all would end, and be followed, at once.
-            left = self._new if self._streamed else self._draw.randint(self._new // 2, self._new)
-            while left > 0:
-                await self._gate.wait()
-                generated = await self._run(number, tokens, left)
-                self._finished += generated
-                left -= generated
-                # Only the number of tokens that are computed again matters, and not which ones.
-                tokens += [self._draw.randrange(vocab) for _ in range(generated)]
-            if self._streamed:
-                return
+        tokens, left = [self._draw.randrange(vocab) for _ in range(self._prompt)], self._new
+        while left > 0:
+            await self._gate.wait()
+            generated = await self._run(number, tokens, left)
+            left -= generated
+            # Only the number of tokens that are computed again matters, and not which ones.
+            tokens += [self._draw.randrange(vocab) for _ in range(generated)]
 
     async def _run(self, number: int, tokens: list[int], left: int) -> int:
         request = EngineRequest(

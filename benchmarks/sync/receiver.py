@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +14,6 @@ from .child import now, serve
 from .figures import stall_ms, steps
 from .load import Load
 from .loader import BenchEngine
-from .plain import PlainEngine
 from .pool import PoolMember
 from .raw import Raw
 from .stock import StockReceiver, StockRequest
@@ -28,22 +26,22 @@ class EngineProcess:
     _stock: StockReceiver
 
     def __init__(self) -> None:
-        self._engine: BenchEngine | PlainEngine | None = None
+        self._engine: BenchEngine | None = None
         self._requests: dict[str, list[StockRequest]] = {}
         self._load: Load | None = None
         self._member: PoolMember | None = None
         self._version = 0
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> BenchEngine:
         if self._engine is None:
             raise RuntimeError("the engine has not been started")
         return self._engine
 
-    async def start(self, config: dict[str, Any], plain: dict[str, str] | None = None) -> dict[str, Any]:
-        """Start the engine, or its stand-in (plain: shape and device). Returns the seconds it took and what it is."""
+    async def start(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Start the engine. Returns the seconds it took and what it is."""
         began = now()
-        self._engine = BenchEngine(SGLangConfig(**config)) if plain is None else PlainEngine(**plain)
+        self._engine = BenchEngine(SGLangConfig(**config))
         await self._engine.start()
         info = self._engine.info
         return {
@@ -62,9 +60,9 @@ class EngineProcess:
         self._stock = StockReceiver(self.engine.manager, name)
         await self._stock.join(**where)
 
-    async def stock_learn(self, key: str, requests: list[dict[str, Any]]) -> None:
+    async def stock_learn(self, key: str, requests: list[StockRequest]) -> None:
         """Remember the requests that `stock` sends under this name."""
-        self._requests[key] = [StockRequest.from_dict(request) for request in requests]
+        self._requests[key] = requests
 
     async def stock(self, key: str, timeout_s: float) -> Any:
         """Receive a version, from the first request until the device is done.
@@ -108,15 +106,10 @@ class EngineProcess:
             "phases_ms": {name: seconds * 1e3 for name, seconds in phases.items()},
         }
 
-    async def load_start(self, running: int, prompt: int, new: int, streamed: bool, timeout_s: float) -> None:
-        """Make the engine busy. Returns when every request has some tokens."""
-        self._load = Load(self.engine, running, prompt=prompt, new=new, version=self._version, streamed=streamed)
-        if streamed:
-            await self._load.seen(16, timeout_s)
-        else:
-            async with asyncio.timeout(timeout_s):
-                while not self._load.tokens():  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+    async def load_start(self, running: int, prompt: int, new: int, timeout_s: float) -> None:
+        """Make the engine busy. Returns when every request that streams has some tokens."""
+        self._load = Load(self.engine, running, prompt=prompt, new=new, version=self._version)
+        await self._load.seen(16, timeout_s)
 
     async def load_stall(self, span: tuple[float, float], each: int, timeout_s: float) -> dict[str, float]:
         """Return the effect of an update during `span` on the streams."""
@@ -124,11 +117,6 @@ class EngineProcess:
         await self._load.seen(each, timeout_s)
         step = steps([[moment for moment in stream if moment < span[0]] for stream in self._load.arrivals])
         return {"stall_ms": stall_ms(self._load.arrivals, span, step, slack_s=2 * step), "step_ms": step * 1e3}
-
-    async def load_tokens(self) -> tuple[float, int]:
-        """Return the time, and the number of tokens so far."""
-        assert self._load is not None
-        return now(), self._load.tokens()
 
     async def load_stop(self, timeout_s: float) -> None:
         """Make it idle again."""

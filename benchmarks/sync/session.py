@@ -30,22 +30,11 @@ MIB = 1 << 20
 class Session:
     """A trainer on device 0, and receiver i on device 1 + i, each in a process of its own."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        folder: Path,
-        number: int,
-        *,
-        device: str,
-        count: int,
-        running: int,
-        graphs: bool,
-        plain: bool,
-    ) -> None:
-        """folder: for the model's configuration. number: of this session among those that run at the same time. count:
-        receivers. running: requests in a busy engine. graphs: CUDA graphs. plain: no engines, see plain.py."""
+    def __init__(self, shape: Shape, folder: Path, *, device: str, count: int, running: int, graphs: bool) -> None:
+        """folder: for the model's configuration. count: receivers. running: requests in a busy engine. graphs: CUDA
+        graphs."""
         self.shape, self.device, self.count, self.running = shape, device, count, running
-        self._graphs, self._number, self._plain = graphs, number, plain
+        self._graphs = graphs
         self.facts: dict[str, Any] = {}
         self._folder = folder
         self._children: list[Child] = []
@@ -84,10 +73,7 @@ class Session:
             await child.start()
         opened, *engines = await together(
             trainer.call("open", START_S, shape=self.shape.name, device=self._device_of(0)),
-            *(
-                child.call("start", START_S, config=self._config(i), plain=self._stand_in(i))
-                for i, child in enumerate(receivers)
-            ),
+            *(child.call("start", START_S, config=self._config(i)) for i, child in enumerate(receivers)),
         )
         self.facts |= opened
         self.facts |= {"engine": engines[0]["version"], "engine_start_s": round(engines[0]["seconds"], 1)}
@@ -204,7 +190,7 @@ class Session:
         """Return milliseconds without a token around an update of busy engines (the worst one), and of a usual step."""
         await self.ensure()
         try:
-            await self._load_start(streamed=True, timeout_s=START_S)  # kernels are compiled at the first request
+            await self._load_start()
             _, reports = spans_of = await self.update_spans(path, mode=mode)
             # Only the commit should stall, because engines serve during prepare. The measurement covers both.
             spans = [report["span"] for report in reports] or spans_of[0]
@@ -218,35 +204,11 @@ class Session:
             await self._load_stop()
         return max(one["stall_ms"] for one in found), statistics.median(one["step_ms"] for one in found)
 
-    async def tokens_per_s(self, seconds: float, every_s: float | None, path: str, mode: str) -> tuple[float, int]:
-        """Return (tokens/s of all engines, number of updates).
-
-        every_s: seconds between updates; None for no updates.
-        """
-        await self.ensure()
-        clock, updates = asyncio.get_running_loop(), 0
-        try:
-            await self._load_start(streamed=False)
-            before = await together(*(child.call("load_tokens", STEP_S) for child in self.receivers))
-            began = clock.time()
-            while (left := began + seconds - clock.time()) > 0:
-                if every_s is None:
-                    await asyncio.sleep(left)
-                    continue
-                await asyncio.sleep(min(left, max(0.0, began + (updates + 0.5) * every_s - clock.time())))
-                if clock.time() < began + seconds:
-                    await self.update_spans(path, mode=mode)
-                    updates += 1
-            after = await together(*(child.call("load_tokens", STEP_S) for child in self.receivers))
-        finally:
-            await self._load_stop()
-        pairs = zip(before, after, strict=True)
-        return sum((late[1] - early[1]) / (late[0] - early[0]) for early, late in pairs), updates
-
-    async def _load_start(self, *, streamed: bool, timeout_s: float = STEP_S) -> None:
+    async def _load_start(self) -> None:
         room = self.shape.kv_tokens // self.running - 80
-        load = {"running": self.running, "prompt": 64, "new": min(room, 900 if streamed else 256), "streamed": streamed}
-        calls = (child.call("load_start", 2 * timeout_s, timeout_s=timeout_s, **load) for child in self.receivers)
+        load = {"running": self.running, "prompt": 64, "new": min(room, 900), "timeout_s": START_S}
+        # Kernels are compiled at the first request.
+        calls = (child.call("load_start", 2 * START_S, **load) for child in self.receivers)
         await together(*calls)
 
     async def _load_stop(self) -> None:
@@ -267,9 +229,6 @@ class Session:
     def _device_of(self, number: int) -> str:
         return "cpu" if self.device == "cpu" else f"cuda:{number}"
 
-    def _stand_in(self, receiver: int) -> dict[str, str] | None:
-        return {"shape": self.shape.name, "device": self._device_of(1 + receiver)} if self._plain else None
-
     def _config(self, receiver: int) -> dict[str, Any]:
         """Return the SGLangConfig of a receiver's engine."""
         config: dict[str, Any] = {
@@ -288,7 +247,7 @@ class Session:
             "attention_backend": "triton",
             "sampling_backend": "pytorch",
             "cuda_graph": self._graphs,
-            "extra": {"base_gpu_id": 1 + receiver, "port": 31000 + 1000 * (receiver + self.count * self._number)},
+            "extra": {"base_gpu_id": 1 + receiver, "port": 31000 + 1000 * receiver},
         }
 
 

@@ -15,7 +15,6 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -30,31 +29,9 @@ IN_FLIGHT = 2
 """Broadcasts that are queued on a GPU at a time, beside the one that is being queued."""
 
 
-@dataclass(frozen=True, slots=True)
-class StockRequest:
-    """One `update_weights_from_distributed`: the tensors it brings, in the order of their bytes.
-
-    dtypes: torch's names without the prefix. bucketed: one broadcast of all their bytes ("flattened_bucket"), else one
-    broadcast per tensor.
-    """
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    bucketed: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data for JSON."""
-        shapes = [list(shape) for shape in self.shapes]
-        return {"names": list(self.names), "dtypes": list(self.dtypes), "shapes": shapes, "bucketed": self.bucketed}
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> StockRequest:
-        """Make one from what `to_dict` returned."""
-        shapes = tuple(tuple(shape) for shape in raw["shapes"])
-        return cls(tuple(raw["names"]), tuple(raw["dtypes"]), shapes, raw["bucketed"])
-
-
+StockRequest = dict[str, Any]
+"""One `update_weights_from_distributed`, as JSON: names, dtypes (torch's, without the prefix) and shapes of its tensors
+in the order of their bytes. bucketed: one broadcast of all their bytes ("flattened_bucket"), else one for each."""
 Lot = list[tuple[str, torch.Tensor]]
 """The tensors of one request."""
 
@@ -80,12 +57,12 @@ def split(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int | None)
 
 def request_of(lot: Sequence[tuple[str, torch.Tensor]], *, bucketed: bool) -> StockRequest:
     """Return the request that announces a lot to the engine."""
-    return StockRequest(
-        names=tuple(name for name, _ in lot),
-        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in lot),
-        shapes=tuple(tuple(tensor.shape) for _, tensor in lot),
-        bucketed=bucketed,
-    )
+    return {
+        "names": [name for name, _ in lot],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in lot],
+        "shapes": [list(tensor.shape) for _, tensor in lot],
+        "bucketed": bucketed,
+    }
 
 
 class StockGroup:
@@ -211,12 +188,12 @@ class StockReceiver:
             for request in requests:
                 update = sglang_request(
                     "UpdateWeightsFromDistributedReqInput",
-                    names=list(request.names),
-                    dtypes=list(request.dtypes),
-                    shapes=[list(shape) for shape in request.shapes],
+                    names=request["names"],
+                    dtypes=request["dtypes"],
+                    shapes=request["shapes"],
                     group_name=self.name,
                     flush_cache=False,
-                    load_format="flattened_bucket" if request.bucketed else None,
+                    load_format="flattened_bucket" if request["bucketed"] else None,
                 )
                 _expect(await self._manager.update_weights_from_distributed(update, None))
             await after()

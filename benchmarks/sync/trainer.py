@@ -15,7 +15,7 @@ from .child import serve
 from .ours import OursSender
 from .raw import Raw
 from .shapes import SHAPES
-from .stock import StockGroup, request_of, split
+from .stock import StockGroup, StockRequest, request_of, split
 
 HOST = "127.0.0.1"
 
@@ -55,10 +55,10 @@ class Trainer:
         """Make the update group. The engines join meanwhile."""
         self._stock = StockGroup(self._store, host=HOST, device=torch.device(self._device), **where)
 
-    def stock_requests(self, bucket_bytes: int | None) -> list[dict[str, Any]]:
+    def stock_requests(self, bucket_bytes: int | None) -> list[StockRequest]:
         """Return the requests for the engines. bucket_bytes: size of a bucket; None for tensor by tensor."""
         bucketed = bucket_bytes is not None
-        return [request_of(lot, bucketed=bucketed).to_dict() for lot in split(self._tensors, bucket_bytes)]
+        return [request_of(lot, bucketed=bucketed) for lot in split(self._tensors, bucket_bytes)]
 
     def stock_send(self, bucket_bytes: int | None, timeout_s: float) -> None:
         """Send one version."""

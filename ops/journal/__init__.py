@@ -1,8 +1,9 @@
-"""What a journal, and a pool as it runs, tell people: entries as lines, a job's life on one screen, tables."""
+"""What a journal, and a pool as it runs, tell: entries as lines, a job's life on one screen, samples, tables."""
 
 from .life import SHOWN_SAMPLES, Life, life_of
 from .lines import as_data, as_line, clock, plain
 from .live import Live, live_of
+from .recorded import Recorded, Span, Where, recorded
 from .table import TABLES, Table, as_reader, export
 from .tokens import LEGEND, TextOf, coloured, texts_of
 
@@ -12,8 +13,11 @@ __all__ = [
     "TABLES",
     "Life",
     "Live",
+    "Recorded",
+    "Span",
     "Table",
     "TextOf",
+    "Where",
     "as_data",
     "as_line",
     "as_reader",
@@ -23,5 +27,6 @@ __all__ = [
     "life_of",
     "live_of",
     "plain",
+    "recorded",
     "texts_of",
 ]

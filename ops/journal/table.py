@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import sqlite3
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import msgpack
 import numpy as np
 
-from ...messages.errors import ConfigError, InvalidField, MessageError
+from ...messages.errors import ConfigError, InvalidField
 from ...messages.journal import Entry, read
-from ...messages.model import GenerateJob, RolloutResult
 from ..files import writing
-from .lines import content, plain
+from .lines import plain
+from .recorded import Recorded, recorded
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -73,17 +69,20 @@ def as_reader(
 ) -> pa.RecordBatchReader:
     """A table of a journal, batch by batch: `.read_all()`, `.read_pandas()`, `duckdb.from_arrow(…)`.
 
-    What is joined, jobs and notes, waits in a temporary file meanwhile. filters: as those of `messages.journal.read`.
-    Raises ConfigError.
+    filters: as those of `messages.journal.read`. Notes come after their results, and their names are columns, so the
+    notes are read once before. Raises ConfigError.
     """
     arrow = _arrow()
     if table == "events":
         schema = arrow.schema(_event_kinds(arrow))
         rows: Iterable[dict[str, Any]] = (_event(entry) for entry in read(folder, on_problem=on_problem, **filters))
     else:
-        joined = _Joined(folder, on_problem, filters)
-        schema = arrow.schema(_sample_kinds(arrow) | joined.note_kinds(arrow))
-        rows = joined.rows()
+        job = filters.pop("job", None)
+        jobs = [job] if isinstance(job, str) else job
+        kinds = _note_kinds(read(folder, job=jobs, events="note", on_problem=on_problem), on_problem)
+        schema = arrow.schema(_sample_kinds(arrow) | _note_columns(arrow, kinds))
+        samples = recorded(folder, jobs=jobs, on_problem=on_problem, on_unread=on_problem, **filters)
+        rows = (_sample(one) | _notes(one.notes, kinds) for one in samples)
     return arrow.RecordBatchReader.from_batches(schema, _batches(arrow, schema, rows))
 
 
@@ -142,19 +141,19 @@ def _event(entry: Entry) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _sample(entry: Entry, result: RolloutResult, job: GenerateJob | None) -> dict[str, Any]:
-    prompt = result.prompt_ids if result.prompt_ids is not None or job is None else job.token_ids
+def _sample(one: Recorded) -> dict[str, Any]:
+    result, job = one.result, one.job
     versions = [segment.version for segment in result.segments]
     counts = [segment.tokens for segment in result.segments]
     took = result.timings
     return {
-        "time": _micros(entry.at), "job_id": result.job_id, "sample": result.sample, "n": result.n,
-        "group_id": result.group_id, "client_id": entry.client_id, "worker_id": result.worker_id,
+        "time": _micros(one.at), "job_id": result.job_id, "sample": result.sample, "n": result.n,
+        "group_id": result.group_id, "client_id": one.client_id, "worker_id": result.worker_id,
         "attempt": result.attempt, "finish_reason": result.finish_reason, "tokens": len(result.token_ids),
         "token_ids": _own(result.token_ids), "logprobs": _own(result.logprobs),
         "versions": np.repeat(np.array(versions, np.int64), counts), "oldest_version": min(versions, default=None),
         "newest_version": max(versions, default=None), "legs": list(result.legs), "in_place": list(result.in_place),
-        "prompt_ids": _own(prompt), "text": result.text, "adapter": result.adapter,
+        "prompt_ids": _own(one.prompt_ids), "text": result.text, "adapter": result.adapter,
         "adapter_version": result.adapter_version,
         "cached_tokens": result.cached_tokens, "session_id": result.session_id, "queued_s": took.queued,
         "generating_s": took.generating, "waiting_s": took.waiting, "seed": None if job is None else job.seed,
@@ -163,98 +162,35 @@ def _sample(entry: Entry, result: RolloutResult, job: GenerateJob | None) -> dic
     }  # fmt: skip
 
 
-class _Joined:
-    """Results with their jobs and notes. Notes come after their results, so the journal is read twice: jobs and notes
-    go into a temporary file (SQLite), where each result finds its own."""
+def _note_kinds(notes: Iterable[Entry], on_problem: Callable[[str], None]) -> dict[str, str]:
+    """The name of each note, and the kind that all of its values have."""
+    kinds: dict[str, str] = {}
+    for entry in notes:
+        for name, value in ((str(key), plain(value)) for key, value in entry.data.items()):
+            if value is None:
+                continue
+            if name not in kinds and len(kinds) == NOTE_COLUMNS:
+                on_problem(f"there are more than {NOTE_COLUMNS} names of notes; {name!r:.60} is left out")
+                continue
+            kind = _kind(value)
+            together = {kind, kinds.get(name, kind)}
+            kinds[name] = kind if len(together) == 1 else "number" if together == {"integer", "number"} else "json"
+    return kinds
 
-    def __init__(self, folder: Path | str, on_problem: Callable[[str], None], filters: Mapping[str, Any]) -> None:
-        self._folder, self._problem, self._filters = folder, on_problem, filters
-        self._place = tempfile.TemporaryDirectory(prefix="rolloutmq-")
-        # DuckDB reads Arrow's batches in a thread of its own, one at a time.
-        self._db = sqlite3.connect(Path(self._place.name) / "joined.db", check_same_thread=False)
-        self._db.executescript("PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-65536;")
-        self._db.execute("CREATE TABLE kept (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID")
-        self._kinds: dict[str, str] = {}
-        self._fill()
 
-    def _fill(self) -> None:
-        jobs = self._filters.get("job")
-        for entry in read(self._folder, job=jobs, events=("job", "note"), on_problem=self._problem):
-            if entry.event == "job" and isinstance(entry.content, bytes):
-                self._keep(f"job {entry.job_id}", entry.content, anew=False)
-            elif entry.event == "note":
-                name = f"note {entry.job_id} {entry.sample}"
-                noted = self._noted(name) | {str(key): self._seen(str(key), value) for key, value in entry.data.items()}
-                self._keep(name, msgpack.packb(noted), anew=True)
+def _note_columns(arrow: Any, kinds: Mapping[str, str]) -> dict[str, Any]:
+    made = {"numbers": arrow.list_(arrow.float32()), "json": arrow.string()}
+    made |= {kind: getattr(arrow, name)() for kind, name in _KINDS.items()}
+    return {f"note_{name}": made[kind] for name, kind in sorted(kinds.items())}
 
-    def _seen(self, name: str, value: Any) -> Any:
-        """The note as plain data. Its name becomes a column of the kind that all of its values have."""
-        value = plain(value)
-        if value is None:
-            return None
-        if name not in self._kinds and len(self._kinds) == NOTE_COLUMNS:
-            self._problem(f"there are more than {NOTE_COLUMNS} names of notes; {name!r:.60} is left out")
-            return None
-        kind, known = _kind(value), self._kinds.get(name)
-        together = {kind, known or kind}
-        self._kinds[name] = kind if len(together) == 1 else "number" if together == {"integer", "number"} else "json"
-        return value
 
-    def note_kinds(self, arrow: Any) -> dict[str, Any]:
-        """A column for each name of a note."""
-        made = {"numbers": arrow.list_(arrow.float32()), "json": arrow.string()}
-        made |= {kind: getattr(arrow, name)() for kind, name in _KINDS.items()}
-        return {f"note_{name}": made[kind] for name, kind in sorted(self._kinds.items())}
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """The samples, each once, in the order in which they arrived."""
-        with self._place, closing(self._db):
-            for entry in read(self._folder, events="result", on_problem=self._problem, **self._filters):
-                if not self._keep(f"seen {entry.job_id} {entry.sample}", b"", anew=False):
-                    continue
-                result, problem = content(entry)
-                if isinstance(result, RolloutResult):
-                    yield _sample(entry, result, self._job(entry.job_id)) | self._notes(entry)
-                elif problem:
-                    self._problem(f"sample {entry.job_id}.{entry.sample}: {problem}")
-
-    def _notes(self, entry: Entry) -> dict[str, Any]:
-        noted = self._noted(f"note {entry.job_id} -1") | self._noted(f"note {entry.job_id} {entry.sample}")
-        kinds = self._kinds
-        return {
-            f"note_{name}": _json(value) if kinds[name] == "json" and value is not None else value
-            for name, value in noted.items()
-            if name in kinds
-        }
-
-    def _job(self, job_id: str) -> GenerateJob | None:
-        found = self._get(f"job {job_id}")
-        try:
-            message = None if found is None else Entry("job", 0.0, content=found).message
-        except MessageError:
-            return None
-        return message if isinstance(message, GenerateJob) else None
-
-    def _noted(self, name: str) -> dict[str, Any]:
-        found = self._get(name)
-        return {} if found is None else dict(msgpack.unpackb(found))
-
-    def _get(self, name: str) -> bytes | None:
-        found = self._ask("SELECT value FROM kept WHERE name = ?", name).fetchone()
-        return None if found is None else bytes(found[0])
-
-    def _keep(self, name: str, value: bytes, *, anew: bool) -> bool:
-        """anew: in place of what is there. Whether it was kept."""
-        how = "REPLACE" if anew else "IGNORE"
-        return self._ask(f"INSERT OR {how} INTO kept VALUES (?, ?)", name, value).rowcount == 1
-
-    def _ask(self, statement: str, *values: object) -> sqlite3.Cursor:
-        try:
-            return self._db.execute(statement, values)
-        except sqlite3.OperationalError as error:
-            raise ConfigError(
-                f"temporary folder {tempfile.gettempdir()}: {error}; TMPDIR may name one with more room"
-            ) from error
+def _notes(notes: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
+    told = {str(name): plain(value) for name, value in notes.items()}
+    return {
+        f"note_{name}": _json(value) if kinds[name] == "json" and value is not None else value
+        for name, value in told.items()
+        if name in kinds
+    }
 
 
 def _kind(value: Any) -> str:

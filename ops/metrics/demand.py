@@ -138,24 +138,31 @@ def _told(workers: list[WorkerStatus]) -> float:
 
 
 class PoolWatch:
-    """Looks at a pool again and again, for who scales it.
+    """Looks at a pool again and again, for the exporter and for who scales it.
 
-    workers: the living workers as of the last look that succeeded.
+    workers: the living workers as of the last look that succeeded. totals: what has happened since the first one.
     """
 
     def __init__(self, redis: PoolRedis, pool: str) -> None:
-        self._reader, self._totals, self._demand = PoolReader(redis, pool), Totals(), Demand()
+        self._reader, self._demand = PoolReader(redis, pool), Demand()
+        self.totals = Totals()
         self.workers: tuple[WorkerStatus, ...] = ()
         self._away = False
+
+    async def read(self) -> tuple[Reading, PoolView]:
+        """The pool now. Raises TimeoutError, and what `PoolReader.read` raises."""
+        async with asyncio.timeout(PATIENCE_S):
+            reading = await self._reader.read()
+        now = time.monotonic()
+        self.totals.take_in(reading, now)
+        view = self._demand.view(reading, self.totals, now)
+        self.workers = tuple(reading.pool.alive)
+        return reading, view
 
     async def look(self) -> PoolView | None:
         """The pool now; None if it could not be read, which the log says once until it can be read again."""
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                reading = await self._reader.read()
-            now = time.monotonic()
-            self._totals.take_in(reading, now)
-            view = self._demand.view(reading, self._totals, now)
+            _, view = await self.read()
         except Exception as error:  # whatever it is: who scales waits for the next look
             if not self._away:
                 log.warning("the pool cannot be read: %s: %s", type(error).__name__, error)
@@ -164,5 +171,4 @@ class PoolWatch:
         if self._away:
             log.info("the pool can be read again")
             self._away = False
-        self.workers = tuple(reading.pool.alive)
         return view

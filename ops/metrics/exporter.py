@@ -19,10 +19,8 @@ from ...producer.diagnosis import reasons, why
 from ...worker.metrics import MetricsServer, counter, gauge
 from ..scale import History, ScaleSettings, decide
 from .deletion_costs import EVERY_S, DeletionCosts, PodPatches
-from .demand import PATIENCE_S, Demand
+from .demand import PATIENCE_S, PoolWatch
 from .families import pool_families, scale_families, standstill_family
-from .reading import PoolReader
-from .totals import Totals
 
 log = logging.getLogger(__name__)
 UNBOUNDED = ScaleSettings(most=1_000_000)
@@ -39,12 +37,11 @@ class Exporter:
 
     def __init__(self, redis_url: str, pool: str, every_s: float, scale: ScaleSettings = UNBOUNDED) -> None:
         self._redis_url, self._pool, self._every_s, self._scale = redis_url, pool, every_s, scale
-        self._demand, self._history = Demand(), History()
-        self._totals = Totals()
+        self._history = History()
         self._shown: list[Metric] = []
         self._up, self._looks, self._failed, self._took_s = False, 0, 0, 0.0
         self._said = ""
-        self._workers: tuple[WorkerStatus, ...] = ()
+        self._watch: PoolWatch | None = None
         self._standstill: list[Metric] = []
 
     def collect(self) -> Iterable[Metric]:
@@ -59,7 +56,7 @@ class Exporter:
     @property
     def workers(self) -> tuple[WorkerStatus, ...]:
         """The living workers, as of the last look that succeeded."""
-        return self._workers
+        return self._watch.workers if self._watch is not None else ()
 
     def _own(self) -> Iterator[Metric]:
         yield gauge("rolloutmq_up", "1 if the last look at the pool's Redis succeeded.", float(self._up))
@@ -70,11 +67,11 @@ class Exporter:
     async def run(self) -> None:
         """Look until cancelled."""
         redis = connect(self._redis_url, pool=self._pool)
-        reader = PoolReader(redis, self._pool)
+        self._watch = watch = PoolWatch(redis, self._pool)
         try:
             while True:
                 began = time.monotonic()
-                await self._look(redis, reader)
+                await self._look(redis, watch)
                 if not self._up:
                     await self._look_why(broker_of(redis, self._pool))
                 self._took_s = time.monotonic() - began
@@ -86,19 +83,16 @@ class Exporter:
         with contextlib.suppress(NoPermissionError):
             self._standstill = [standstill_family(await why(broker))]
 
-    async def _look(self, redis: PoolRedis, reader: PoolReader) -> None:
+    async def _look(self, redis: PoolRedis, watch: PoolWatch) -> None:
         self._looks += 1
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                if not self._up:
+            if not self._up:
+                async with asyncio.timeout(PATIENCE_S):
                     await ping(redis, once=True)  # a URL that names other servers than the pool's would show none of it
-                reading = await reader.read()
-            now = time.monotonic()
-            self._totals.take_in(reading, now)
-            view = self._demand.view(reading, self._totals, now)
+            reading, view = await watch.read()
             decision, self._history = decide(view, self._scale, self._history)
             self._standstill = [standstill_family(reasons(reading.pool))]
-            shown = [*pool_families(reading, self._totals), *scale_families(decision)]
+            shown = [*pool_families(reading, watch.totals), *scale_families(decision)]
         except Exception as error:  # Redis is away, or has something that nobody foresaw: the next look may succeed
             self._up, self._shown, self._failed = False, [], self._failed + 1
             if (said := f"{type(error).__name__}: {error}") != self._said:
@@ -106,7 +100,6 @@ class Exporter:
                 self._said = said
         else:
             self._up, self._shown, self._said = True, shown, ""
-            self._workers = tuple(reading.pool.alive)
 
 
 async def _tell(costs: DeletionCosts, exporter: Exporter) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from ...messages.broker import ADAPTERS_FROM, Broker, broker_of
+from ...messages.broker import Broker, broker_of
 from ...messages.errors import MessageError, RedisUnavailable
 from ...messages.model import MAX_SAMPLES, PRIORITIES
 from ...messages.redis import PoolRedis, is_wrong_type, text, whole
@@ -26,9 +26,8 @@ class Reading:
     """A pool at one moment, all of its shards.
 
     samples_per_job: unpublished samples of a queued job, by class; the mean of those at the front. ended: transfers of
-    weights and adapters that have ended since the look before. held_back: jobs, by class, that wait for weights which
-    nobody has published yet. max_staleness: the largest that the jobs at the front allow; None if none of them says so.
-    sharing: how evenly the workers are loaded.
+    weights and adapters that have ended since the look before. max_staleness: the largest that the jobs at the front
+    allow; None if none of them says so. sharing: how evenly the workers are loaded.
     """
 
     pool: PoolReading
@@ -36,7 +35,6 @@ class Reading:
     dead_letters: int = 0
     unread_clients: int = 0
     ended: tuple[Epoch, ...] = ()
-    held_back: tuple[int, ...] = ()
     max_staleness: int | None = None
     sharing: Sharing = field(default_factory=Sharing)
 
@@ -48,8 +46,10 @@ class Reading:
 
     @property
     def held_back_samples(self) -> float:
-        """Those of them that wait for weights which nobody has published yet."""
-        return sum(count * mean for count, mean in zip(self.held_back, self.samples_per_job, strict=False))
+        """Those of them, about, that wait for weights which nobody has published yet."""
+        load, ahead = self.pool.load, self.pool.ahead
+        jobs = ahead.jobs if ahead is not None else 0
+        return jobs * (self.queued_samples - load.suspects) / max(1, jobs, sum(load.queued))
 
 
 class PoolReader:
@@ -81,17 +81,9 @@ class PoolReader:
             dead_letters=sum(dead for dead, _ in counts),
             unread_clients=max(clients for _, clients in counts),
             ended=await self._ended(whole(newest), pool.transfer),
-            held_back=await self._held_back(pool.committed),
             max_staleness=max_staleness,
             sharing=await read_sharing(self._broker.parts),
         )
-
-    async def _held_back(self, committed: int) -> tuple[int, ...]:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for later in self._keys.later:
-                pipe.zcount(later, committed + 1, ADAPTERS_FROM - 1)
-            counts = await pipe.execute(raise_on_error=False)
-        return tuple(count if isinstance(count, int) else 0 for count in counts)  # a user without +zcount
 
     async def _heads(self, heads: list[list[bytes]]) -> tuple[tuple[float, ...], int | None]:
         """Of jobs by class: their mean number of unpublished samples by class, and the largest staleness they allow."""

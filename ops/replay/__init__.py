@@ -1,8 +1,8 @@
 """Replay: recorded samples are taken from a journal, generated or scored again, and compared token by token."""
 
+from ..journal import Recorded, Span, Where, recorded
 from .page import as_html
 from .queued import generate_copies, waiting
-from .recorded import Recorded, Span, Where, recorded
 from .report import report_of, summary
 from .settings import Settings
 from .tokens import regenerate, replay_tokens, replaying

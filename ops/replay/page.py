@@ -17,8 +17,6 @@ from ...messages.errors import ConfigError
 from .report import INFINITE
 
 HERE = Path(__file__).parent
-WIDTH, HEIGHT = 600, 150
-"""Of what a chart draws, without its axes."""
 ENGINES = 4
 """Of each side, the most engines whose fingerprints stand side by side."""
 
@@ -31,7 +29,13 @@ def as_html(report: Mapping[str, Any]) -> str:
         raise ConfigError("a report as HTML needs jinja2: pip install 'rolloutmq[replay]'") from None
     style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"figure": figure, "count": "{:,}".format, "clock": _clock, "anchor": anchor}
+    environment.filters |= {
+        "figure": figure,
+        "count": "{:,}".format,
+        "clock": _clock,
+        "anchor": anchor,
+        "digits": digits,
+    }
     shown = _visible(report)
     data = {"texts": shown["texts"], "limit": shown["limits"]["logprob"], "infinite": INFINITE}
     return environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(
@@ -41,7 +45,6 @@ def as_html(report: Mapping[str, Any]) -> str:
         details=sum("detail" in row for row in shown["listed"]),
         note_names=_note_names(shown["listed"]),
         histogram=_histogram(shown["histogram"], shown["limits"]["logprob"]),
-        positions=_positions(shown["positions"]),
         data=data | {"details": [row.get("detail") for row in shown["listed"]]},
         style=style,
         script=script,
@@ -81,6 +84,11 @@ def figure(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.4g}" if abs(value) < INFINITE else "∞" if value > 0 else "-∞"
+
+
+def digits(number: float) -> float:
+    """The length of a bar on a logarithmic scale."""
+    return round(math.log10(1 + number), 2)
 
 
 def _visible(value: Any) -> Any:
@@ -124,54 +132,10 @@ def _note_names(listed: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name, _ in found.most_common(4)]
 
 
-def _histogram(found: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """Bars of the number of tokens, on a logarithmic scale, by the size of their difference."""
-    edges, counts = found["edges"], found["tokens"]
-    names = [f"below {edges[0]:.0e}", *(f"{a:.2g} to {b:.2g}" for a, b in pairwise(edges))]
-    names.append(f"{edges[-1]:.2g} or more")
-    bars = [("exactly equal", found["exactly_equal"]), *zip(names, counts, strict=True), ("unknown", found["unknown"])]
-    top = math.log10(1 + max(1, *(tokens for _, tokens in bars)))
-    width = WIDTH / len(bars)
-    place_of_limit = 2 * (math.log10(limit) - math.log10(edges[0])) if limit > 0 else -1.0  # two edges for each power
-    return {
-        "bars": [
-            {
-                "x": place * width, "width": width * 0.86, "height": HEIGHT * math.log10(1 + tokens) / top,
-                "title": f"{name}: {tokens:,} tokens", "tokens": tokens, "name": name,
-            }
-            for place, (name, tokens) in enumerate(bars)
-        ],
-        "limit": (2 + place_of_limit) * width if 0 <= place_of_limit < len(edges) else None,
-        "ticks": [
-            {"x": (2 + place) * width, "name": f"{edge:.0e}".replace("e-0", "e-").replace("e+0", "e+")}
-            for place, edge in enumerate(edges)
-            if place % 2 == 0
-        ],
-    }  # fmt: skip
-
-
-def _positions(bins: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The largest difference as bars and the mean as marks, on a logarithmic scale, by place in the sample."""
-    sizes = [size for one in bins for size in (one["mean"], one["largest"]) if size]
-    if not sizes:
-        return {"bars": [], "ticks": []}
-    low = math.floor(math.log10(max(min(sizes), 1e-12)) - 0.5)
-    high = max(low + 1, math.ceil(math.log10(min(max(sizes), 1e6))))
-    width = WIDTH / len(bins)
-
-    def height(size: float | None) -> float:
-        return HEIGHT * min(1.0, max(0.0, (math.log10(size) - low) / (high - low))) if size else 0.0
-
-    return {
-        "bars": [
-            {
-                "x": place * width, "width": width * 0.86, "height": height(one["largest"]),
-                "mean": height(one["mean"]), "name": f"{one['start']} to {one['end'] - 1}",
-                "title": f"tokens {one['start']} to {one['end'] - 1}: largest {figure(one['largest'])}, "
-                f"mean {figure(one['mean'])}, of {one['tokens']:,} tokens",
-            } | {key: one[key] for key in ("tokens", "largest")} | {"mean_size": one["mean"]}
-            for place, one in enumerate(bins)
-        ],
-        "ticks": [{"y": HEIGHT * (power - low) / (high - low), "name": f"1e{power}"} for power in range(low, high + 1)],
-        "first": bins[0]["start"], "last": bins[-1]["end"] - 1,
-    }  # fmt: skip
+def _histogram(found: Mapping[str, Any], limit: float) -> list[tuple[str, int, bool]]:
+    """Rows: a size of the difference, the number of tokens, and whether that is beyond the limit."""
+    edges = found["edges"]
+    names = [f"below {edges[0]:.0e}", *(f"{a:.2g} to {b:.2g}" for a, b in pairwise(edges)), f"{edges[-1]:.2g} or more"]
+    sizes = zip(names, found["tokens"], [0.0, *edges], strict=True)
+    rows = [(name, tokens, least >= limit) for name, tokens, least in sizes]
+    return [("exactly equal", found["exactly_equal"], False), *rows, ("unknown", found["unknown"], False)]

@@ -10,7 +10,7 @@ import numpy as np
 from ...messages.model import GenerateJob, LogprobOptions, Partial, Segment, cut_segments
 from ...worker.engine import EngineOutput, EngineRequest
 from ...worker.jobs import SampleRun
-from .recorded import Recorded
+from ..journal import Recorded
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from ...messages.errors import FeatureUnavailable
 from ...messages.ids import derived_id, new_id
 from ...messages.model import GenerateJob, RolloutResult
 from ...producer import RolloutClient
-from .recorded import Recorded
+from ..journal import Recorded
 from .verdict import LOGPROB_LIMIT, Verdict, compared, unverified
 
 log = logging.getLogger(__name__)

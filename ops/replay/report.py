@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from .recorded import Recorded
+from ..journal import Recorded
 from .verdict import BADNESS, LOGPROB_LIMIT, State, Tokens, Verdict, tokens_of
 
 SHOWN = 50
@@ -29,7 +29,7 @@ SHOWN_COMMAND = 4096
 """Characters of a command, or of what was compared."""
 SHOWN_ITEMS = 64
 """Notes, reasons, fingerprints."""
-BINS = 60
+BINS = 24
 """Of the differences by position, at most."""
 EDGES = 10.0 ** np.arange(-8, 1.5, 0.5)
 """Of the histogram: a difference below the first, or above the last one, is in the outermost bin."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...messages.errors import ConfigError, InvalidField
 from ...sync.disk import INDEX, NoSuchSnapshot, SnapshotStore, folder_name
-from .recorded import Recorded
+from ..journal import Recorded
 from .verdict import LOGPROB_LIMIT
 
 

@@ -19,8 +19,8 @@ from ...worker.jobs import media
 from ...worker.sglang import SGLangConfig
 from ...worker.weights import folder_order
 from ..flags import as_config
+from ..journal import Recorded
 from .parts import Part, obstacle, parts_of
-from .recorded import Recorded
 from .settings import Settings, of_all
 from .verdict import Verdict, compared, unverified
 

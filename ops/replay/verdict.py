@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .recorded import Recorded
+from ..journal import Recorded
 
 State = Literal["same", "differs", "unverified"]
 """same: every token, and every log-probability within the limit. differs: at least one is not. unverified: nothing was

@@ -9,13 +9,13 @@ from typing import Any
 
 from ...messages.broker import Broker
 from ...messages.ids import is_id
-from ...messages.model import PRIORITIES
 from ...messages.redis import PoolRedis, is_wrong_type, text, whole
+from ..journal import Live, live_of
 from ..status import read_state
 
 MOST_JOBS = 1000
 """A list of jobs ends there, about: nobody scrolls further, and Redis answers at once."""
-FIELDS = ("st", "q", "y", "w", "t", "e", "n", "d", "a", "c", "z", "kk", "v", "g", "l", "G")
+FIELDS = ("st", "y", "t", "n", "d", "a", "c", "G")
 """Of a job's record; messages/scripts/lib_jobs.lua says what they are."""
 STATES = {"q": "queued", "r": "running"}
 
@@ -36,28 +36,18 @@ class Focus:
 
 @dataclass(frozen=True, slots=True)
 class JobLine:
-    """A job's record, as far as there is one. Times are seconds. state: "gone" without a record.
-
-    age_s: since it was accepted. left_s: to its deadline, None without one. done: samples published.
-    saved: bytes of what its unfinished samples have saved.
+    """What a list says of a job. state: "gone" without a record. age_s: since it was accepted. done: samples published.
+    lost: times that a worker died with it.
     """
 
     id: str
     state: str
-    priority: str
     client: str
-    worker: str
     age_s: float
-    left_s: float | None
     samples: int
     done: int
     attempt: int
     lost: int
-    nbytes: int
-    saved: int
-    min_version: int
-    max_staleness: int | None
-    adapter: str
     group: str
 
 
@@ -65,8 +55,8 @@ class JobLine:
 class Look:
     """at: time.monotonic() when it was made. state: see `read_state`. unread_clients: clients with results that wait.
 
-    focus: what it was made for. job_ids: the list that this asks for. jobs: the records of those on the screen, and of
-    the open one.
+    focus: what it was made for. job_ids: the list that this asks for. jobs: those on the screen. job: the open one,
+    None if it is gone.
     """
 
     at: float
@@ -75,6 +65,7 @@ class Look:
     unread_clients: int = 0
     job_ids: list[str] = field(default_factory=list)
     jobs: dict[str, JobLine] = field(default_factory=dict)
+    job: Live | None = None
 
     def worker(self, worker_id: str) -> dict[str, Any] | None:
         """A worker's status, or None if it is gone."""
@@ -95,8 +86,9 @@ class Reader:
         state["workers"].sort(key=lambda it: it["worker_id"])
         unread = int(await self._redis.hlen(self._keys.unread))
         job_ids = await self._job_ids(focus.worker) if focus.worker is not None else []
-        jobs = await self._jobs([focus.job] if focus.job else job_ids[focus.first : focus.first + focus.rows])
-        return Look(time.monotonic(), state, focus, unread, job_ids, jobs)
+        jobs = await self._jobs(job_ids[focus.first : focus.first + focus.rows])
+        job = await live_of(self._broker, focus.job) if focus.job is not None else None
+        return Look(time.monotonic(), state, focus, unread, job_ids, jobs, job)
 
     async def _job_ids(self, worker: str) -> list[str]:
         """Ids of the jobs that a worker holds, or of those in the queue, next first."""
@@ -136,23 +128,14 @@ def _line(job_id: str, row: Sequence[bytes | None], clock_ms: int) -> JobLine:
     def count(name: str) -> int:
         return whole(has.get(name))
 
-    state, priority = words("st"), count("q")
     return JobLine(
         id=job_id,
-        state=STATES.get(state, state) or "gone",
-        priority=PRIORITIES[priority] if 0 <= priority < len(PRIORITIES) else "",
+        state=STATES.get(words("st"), words("st")) or "gone",
         client=words("y"),
-        worker=words("w"),
         age_s=max(0, clock_ms - count("t")) / 1000 if "t" in has else 0.0,
-        left_s=(count("e") - clock_ms) / 1000 if "e" in has else None,
         samples=count("n"),
         done=count("d"),
         attempt=count("a"),
         lost=count("c"),
-        nbytes=count("z"),
-        saved=count("kk"),
-        min_version=count("v"),
-        max_staleness=count("g") if "g" in has else None,
-        adapter=words("l"),
         group=words("G"),
     )

@@ -11,7 +11,7 @@ from rich.text import Text
 from ..sharing import COSTLY
 from .history import History, curve, speed
 from .lines import Cell, Column, cells, facts, fitting, lasting, nbytes, row, short
-from .reader import Focus, JobLine, Look
+from .reader import Focus, Look
 from .worker_facts import stale, state_of, worker_lines
 
 QUEUE = ""
@@ -248,33 +248,7 @@ class JobView(View):
         return Focus(job=self._id)
 
     def draw(self, look: Look, history: History, width: int, height: int) -> list[Text]:
-        job = look.jobs.get(self._id)
-        state = job.state if job else ""
-        lines = [facts(width, (state, STYLES.get(state, "")), (f"job {self._id}", "bold"))]
-        if job is not None and job.worker + job.client:
-            lines += [Text(cells(f"{name:<10}{value}", width), no_wrap=True) for name, value in _said(job) if value]
-        elif job is not None:
-            told = (
-                "It is not in Redis any more." if state == "gone" else "It has ended: only its id is kept, for an hour."
-            )
-            lines.append(Text(cells(told, width), no_wrap=True))
-        return lines[:height]
-
-
-def _said(job: JobLine) -> list[tuple[str, str]]:
-    """What there is to say about an open job, the most important first."""
-    chances = f", lost {job.lost} times" if job.lost else ""
-    return [
-        ("worker", job.worker),
-        ("client", job.client),
-        ("age", lasting(job.age_s) + (f", {lasting(max(0, job.left_s))} left" if job.left_s is not None else "")),
-        ("samples", f"{job.done} of {job.samples} published"),
-        ("attempt", f"{job.attempt}{chances}"),
-        ("saved", f"{nbytes(job.saved)} of unfinished samples" if job.saved else ""),
-        ("priority", job.priority),
-        ("group", job.group),
-        ("weights", f"version {job.min_version} or newer" if job.min_version else ""),
-        ("staleness", f"at most {job.max_staleness}" if job.max_staleness is not None else ""),
-        ("adapter", job.adapter),
-        ("payload", nbytes(job.nbytes)),
-    ]
+        if look.focus.job != self._id:  # it was opened since the last look
+            return [facts(width, (f"job {self._id}", "bold"))]
+        told = look.job.lines() if look.job is not None else [f"job {self._id}", "  It is not in Redis any more."]
+        return [Text(cells(line, width), no_wrap=True) for line in told][:height]

@@ -11,7 +11,7 @@ import redis
 
 from benchmarks import harness
 from benchmarks.broker.bench import Plan
-from benchmarks.broker.environments import PEERS, PEERS_PATH, peer_systems, pins
+from benchmarks.broker.environments import PEERS, PEERS_PATH, peer_systems
 from benchmarks.broker.turn import System, take_turn
 from benchmarks.parts import BenchFailed
 from benchmarks.peers.load import Load, Tally
@@ -84,16 +84,6 @@ def test_a_turn_that_fails_says_what_was_said(redis_db: str) -> None:
         take_turn(System("broken", sys.executable, "no_such_module", 1, 1), redis_db, Load())
 
 
-def test_the_load_is_the_same_everywhere_and_every_job_is_its_own() -> None:
-    load = Load(payload_bytes=1024)
-    payloads = [load.payload(number) for number in range(100)]
-    assert {len(payload) for payload in payloads} == {1024}
-    assert len(set(payloads)) == 100
-    assert all(payload.isascii() for payload in payloads)
-    assert all(load.answer(number, 128) == payload[:128] for number, payload in enumerate(payloads))
-    assert Load.from_json(load.to_json()) == load
-
-
 def test_the_tally_refuses_what_is_wrong() -> None:
     load = Load()
     tally = Tally(load)
@@ -106,12 +96,6 @@ def test_the_tally_refuses_what_is_wrong() -> None:
         tally.figures()
     with pytest.raises(SystemExit, match="answered with"):
         tally.answered("b", load.payload(1)[:128])
-
-
-def test_peers_are_pinned() -> None:
-    assert pins("rq")["rq"].startswith("2.12")
-    assert {"arq", "redis", "hiredis"} <= pins("arq").keys()
-    assert {"taskiq", "taskiq-redis", "redis", "hiredis"} <= pins("taskiq").keys()
 
 
 def test_without_a_package_index_the_message_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from rolloutmq.messages import ConfigError
 KEYS = {
     "raw_gb_s", "stock_tensor_gb_s", "stock_bucket_gb_s", "ours_gb_s", "ours_unverified_gb_s", "raw_ms",
     "stock_tensor_ms", "stock_bucket_ms", "ours_ms", "ours_unverified_ms", "ours_publish_ms", "stall_ms",
-    "stall_overlapped_ms", "stall_resume_ms", "tokens_kept", "first_sync_ms", "regroup_ms", "late_join_ms", "nbytes",
+    "stall_overlapped_ms", "stall_resume_ms", "first_sync_ms", "regroup_ms", "late_join_ms", "nbytes",
     "tensors", "rounds", "errors",
 }  # fmt: skip
 
@@ -31,7 +31,7 @@ def test_a_small_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     if find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
     out = tmp_path / "results" / "sync.json"
-    plan = Plan("tiny", device="cpu", running=4, rounds=2, seconds=3.0, every=0.4)
+    plan = Plan("tiny", device="cpu", running=4, rounds=2)
     results = harness.run(plan, out, quiet=True)
     assert json.loads(capsys.readouterr().out) == results == json.loads(out.read_text())
     figures = results["shapes"]["tiny"]
@@ -53,8 +53,6 @@ def test_a_small_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for key in ("stall_overlapped_ms", "stall_resume_ms", "stall_stock_ms"):
         assert figures[key] >= 0
         assert len(figures["stalls"][key]["rounds"]) == 3
-    assert figures["tokens_updates"] >= 1
-    assert figures["tokens_kept"] > 0
     for key in ("ours_publish_ms", "first_sync_ms", "regroup_ms", "late_join_ms"):
         assert 0 < figures[key] < 60_000
     assert results["device"] == "cpu"
@@ -124,15 +122,6 @@ def test_the_best_variant_counts_and_what_failed_is_no_number() -> None:
     assert ratios(good) == {"ours_of_raw": 0.9, "ours_over_stock": 2.0, "verification_cost": 0.25}
 
 
-def test_shapes_are_those_of_the_models() -> None:
-    assert SHAPES["0.6b"].nbytes == pytest.approx(1.19e9, rel=0.01)
-    assert len(list(SHAPES["0.6b"].tensors())) == 310
-    assert SHAPES["8b"].nbytes == pytest.approx(16.4e9, rel=0.01)
-    assert len(list(SHAPES["8b"].tensors())) == 399
-    assert 14e9 < SHAPES["moe"].nbytes < 18e9
-    assert len(list(SHAPES["moe"].tensors())) > 4000
-
-
 @pytest.mark.parametrize("name", ["tiny", "0.6b", "4b", "8b"])
 def test_a_checkpoint_of_transformers_has_the_same_tensors(name: str) -> None:
     from rolloutmq.worker.cpu_support import prepare_transformers  # noqa: PLC0415
@@ -158,8 +147,6 @@ def test_the_command_line_is_checked() -> None:
         settled(Plan("7b", device="cpu"))
     with pytest.raises(ConfigError, match="some of raw"):
         settled(Plan("tiny", "raw,fast", device="cpu"))
-    with pytest.raises(ConfigError, match=r"some of raw, ours, ours_unverified; unknown: .*'pool'"):
-        settled(Plan("tiny", "raw,pool", device="cpu", plain=True))
     with pytest.raises(ConfigError, match="--device"):
         settled(Plan("tiny", device="tpu"))
     with pytest.raises(ConfigError, match="takes 65 GPUs"):

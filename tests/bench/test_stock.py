@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from benchmarks.sync.stock import StockGroup, StockRequest, request_of, split
+from benchmarks.sync.stock import StockGroup, request_of, split
 from rolloutmq.messages.errors import TransferTimeout
 from rolloutmq.sync.wire.store import join_store, serve_store
 
@@ -45,11 +45,14 @@ def test_a_bucket_is_sglangs_own_flattened_bucket() -> None:
     assert all(torch.equal(tensor, dict(lot)[name]) for name, tensor in rebuilt)
 
 
-def test_requests_survive_json_and_say_what_is_broadcast() -> None:
+def test_requests_say_what_is_broadcast() -> None:
     (lot, _) = split(TENSORS, None)
-    request = request_of(lot, bucketed=True)
-    assert request == StockRequest(("a", "b", "c"), ("bfloat16", "float32", "int8"), ((2, 3), (5,), ()), True)
-    assert StockRequest.from_dict(request.to_dict()) == request
+    assert request_of(lot, bucketed=True) == {
+        "names": ["a", "b", "c"],
+        "dtypes": ["bfloat16", "float32", "int8"],
+        "shapes": [[2, 3], [5], []],
+        "bucketed": True,
+    }
 
 
 def engine_rank(port: int, name: str, into: torch.Tensor, rank: int, world: int) -> None:

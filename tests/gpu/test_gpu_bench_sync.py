@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 @pytest.mark.timeout(600)
 def test_every_path_between_two_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = Plan("0.6b", device="cuda", rounds=5, seconds=6.0, every=2.0)
+    plan = Plan("0.6b", device="cuda", rounds=5)
     figures = harness.run(plan, tmp_path / "sync.json", quiet=True)["shapes"]["0.6b"]
     with capsys.disabled():
         print({key: value for key, value in figures.items() if key.endswith(("_gb_s", "_ms"))})
@@ -32,4 +32,3 @@ def test_every_path_between_two_gpus(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(figures["ours_details"][f"ours:{way}"]["readback"] for way in ("direct", "staged"))
     assert figures["stall_overlapped_ms"] is not None
     assert figures["stall_ms"] is not None
-    assert figures["tokens_updates"] >= 2

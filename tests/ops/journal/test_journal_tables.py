@@ -145,22 +145,3 @@ def test_a_process_that_has_not_imported_pyarrow_exports(folder: Path, tmp_path:
     script += "print(export(sys.argv[1], pathlib.Path(sys.argv[2]), on_problem=lambda _: None))"
     arguments = [sys.executable, "-c", script, str(folder), str(tmp_path / "s.parquet")]
     assert subprocess.run(arguments, capture_output=True, text=True, check=True).stdout == "2\n"
-
-
-def test_a_full_temporary_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The database of jobs and notes may be larger than TMPDIR."""
-    connect = table.sqlite3.connect
-
-    def small(*args: Any, **more: Any) -> Any:
-        database = connect(*args, **more)
-        database.execute("PRAGMA max_page_count=2")
-        return database
-
-    with Journal(tmp_path / "journal") as journal:
-        for number in range(100):
-            journal.note(f"{number:032x}", text="x" * 1000)
-    monkeypatch.setattr(table.sqlite3, "connect", small)
-    code, _, error = run("journal", "export", tmp_path / "journal", tmp_path / "out.parquet")
-    assert code == 2
-    assert "full; TMPDIR may name one with more room" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["journal"]

@@ -67,10 +67,8 @@ async def test_the_pool_a_worker_and_a_job(redis_db: str, pool: str) -> None:
         await terminal.shows(lambda: terminal.marked() and chosen not in terminal.marked())
         (chosen, *_) = terminal.marked().split()
         terminal.press("enter")
-        await terminal.shows(
-            f"job {chosen}", "running", "client    trainer-1", "group     g-7", "samples   0 of 4 published"
-        )
-        assert f"worker    {pool}" in terminal.text
+        await terminal.shows(f"job {chosen}", "running", "client: trainer-1", "group: g-7", "samples published: 0")
+        assert f"worker: {pool}" in terminal.text
         terminal.press("escape")
         await terminal.shows(f"worker {pool}", lambda: terminal.marked().startswith(chosen))
         terminal.press("escape")
@@ -87,10 +85,10 @@ async def test_the_queue_and_a_job_that_ends_meanwhile(redis_db: str, pool: str,
         await terminal.shows("1 normal", lambda: "queued" in terminal.marked())
         (waiting, *_) = terminal.marked().split()
         terminal.press("enter")
-        await terminal.shows("queued   job " + waiting.rstrip("…"), "version 9 or newer", "client    trainer-2")
+        await terminal.shows("job " + waiting.rstrip("…"), "queued", "waits for weights version 9", "client: trainer-2")
         (job_id,) = await broker.open_jobs("trainer-2")
         await broker.cancel([job_id])
-        await terminal.shows("cancelled", "It has ended")
+        await terminal.shows("cancelled", "Redis has no more of a job that has ended")
 
 
 async def test_resized_it_fits_again(redis_db: str, pool: str) -> None:

@@ -14,6 +14,7 @@ from rich.cells import cell_len
 from support.pools.pool import eventually, status
 
 from rolloutmq.messages.ids import new_id
+from rolloutmq.ops.journal import Live
 from rolloutmq.ops.top.history import History, curve
 from rolloutmq.ops.top.keys import Keyboard
 from rolloutmq.ops.top.lines import lasting, nbytes, short
@@ -31,20 +32,10 @@ def look(workers: int = 3, focus: Focus = ANY, **state: Any) -> Look:
         status(f"w{number}", **fields).model_dump() | {"alive": number > 0, "share": 1.0} for number in range(workers)
     ]
     ids = [new_id() for _ in range(30)]
-    record = dict.fromkeys(("state", "priority", "client", "worker", "adapter", "group"), HOSTILE)
-    numbers = (
-        "age_s",
-        "left_s",
-        "samples",
-        "done",
-        "attempt",
-        "lost",
-        "nbytes",
-        "saved",
-        "min_version",
-        "max_staleness",
-    )
-    jobs = {it: JobLine(id=it, **record, **dict.fromkeys(numbers, 10**15)) for it in ids}
+    record = dict.fromkeys(("state", "client", "group"), HOSTILE)
+    numbers = dict.fromkeys(("age_s", "samples", "done", "attempt", "lost"), 10**15)
+    jobs = {it: JobLine(id=it, **record, **numbers) for it in ids}
+    live = Live(ids[0], HOSTILE, facts={"client": HOSTILE, "accepted_at": 1.0, "attempt": 10**15}, problem=HOSTILE)
     whole: dict[str, Any] = {
         "pool": "default",
         "queued": {"high": 0, "normal": 10**9, "low": 1},
@@ -62,7 +53,7 @@ def look(workers: int = 3, focus: Focus = ANY, **state: Any) -> Look:
         "workers": some,
         "dead_letters_kept": 9,
     }
-    return Look(time.monotonic(), whole | state, focus, 2, ids, jobs)
+    return Look(time.monotonic(), whole | state, focus, 2, ids, jobs, live)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -76,7 +67,7 @@ def test_every_view_fits(width: int, height: int, workers: int) -> None:
         (JobsView(""), listed),
         (JobsView("w1"), look(workers, Focus(worker="w1"))),
         (JobsView("nobody"), look(workers, Focus(worker="nobody"))),
-        (JobView(listed.job_ids[0]), listed),
+        (JobView("1" * 32), look(workers, Focus(job="1" * 32))),
         (JobView("0" * 32), listed),
     ]
     for view, shown in views:

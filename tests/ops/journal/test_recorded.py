@@ -15,7 +15,7 @@ from rolloutmq.messages import GenerateJob, InvalidField, RolloutResult, Samplin
 from rolloutmq.messages.journal import SUFFIX, Journal
 from rolloutmq.ops.replay import Recorded, Where, compared, recorded, unverified
 
-MODULE = import_module("rolloutmq.ops.replay.recorded")  # the room's door has a function of this name
+MODULE = import_module("rolloutmq.ops.journal.recorded")  # the room's door has a function of this name
 
 
 def sample(job: str, index: int = 0, **more: object) -> RolloutResult:

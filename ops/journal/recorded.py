@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.errors import ConfigError, InvalidField, MessageError
+from ...messages.errors import ConfigError, InvalidField
 from ...messages.journal import Entry, read
 from ...messages.model import GenerateJob, RolloutResult
+from .lines import content
 
 log = logging.getLogger(__name__)
 FIRST_BATCH, BATCH, BATCH_BYTES = 64, 8192, 64 << 20
@@ -140,17 +140,15 @@ def recorded(
     folder: Path | str,
     *,
     jobs: Collection[str] | None = None,
-    version: int | None = None,
-    since: float = -math.inf,
-    until: float = math.inf,
     where: Where | None = None,
     on_problem: Callable[[str], None] = log.warning,
     on_unread: Callable[[str], None] = log.warning,
+    **filters: Any,
 ) -> Iterator[Recorded]:
     """The samples of a journal that fit all that is given, in the order in which their results arrived.
 
-    jobs: ids of jobs, and of single samples as JOB.SAMPLE. version: samples of which it sampled any token.
-    since, until: of the results. Jobs before and notes after them are found. A result that came twice counts once.
+    jobs: ids of jobs, and of single samples as JOB.SAMPLE. filters: of the results, as `messages.journal.read` takes
+    them (version, since, …). Jobs before and notes after them are found. A result that came twice counts once.
     on_problem: as `messages.journal.read` takes it; it gets each line once. on_unread: gets a line for each chosen
     result that cannot be read.
     Memory: some results with their jobs and notes at a time, and the names of the chosen samples, however large the
@@ -160,7 +158,7 @@ def recorded(
     on_problem = _once(on_problem)  # the same files are read several times
     names = None if jobs is None else set(jobs)
     ids = None if names is None else {name.partition(".")[0] for name in names}
-    results = read(folder, job=ids, version=version, events="result", since=since, until=until, on_problem=on_problem)
+    results = read(folder, job=ids, events="result", on_problem=on_problem, **filters)
     seen: set[Place] = set()
     for some in _batches(results):
         asked, notes = _about({entry.job_id for entry in some}, folder, on_problem)
@@ -168,13 +166,13 @@ def recorded(
             place, name = (entry.job_id, entry.sample), f"{entry.job_id}.{entry.sample}"
             if place in seen or (names is not None and not names & {entry.job_id, name}):
                 continue
-            result, problem = _message(entry)
+            result, problem = content(entry)
             if problem:
                 seen.add(place)
                 on_unread(f"the result {name} cannot be read: {problem}")
             if not isinstance(result, RolloutResult):
                 continue
-            job, problem = _message(asked[entry.job_id]) if entry.job_id in asked else (None, "")
+            job, problem = content(asked[entry.job_id]) if entry.job_id in asked else (None, "")
             found = Recorded(
                 result,
                 job if isinstance(job, GenerateJob) else None,
@@ -224,11 +222,3 @@ def _about(
         else:
             notes.setdefault((entry.job_id, entry.sample), {}).update(entry.data)
     return asked, notes
-
-
-def _message(entry: Entry) -> tuple[Any, str]:
-    """What an entry has, and "" or why it cannot be read: it is redacted, damaged, or of a newer major version."""
-    try:
-        return entry.message, "" if entry.content is not None else "the journal was redacted"
-    except MessageError as error:
-        return None, str(error)
