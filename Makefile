@@ -39,7 +39,7 @@ help:
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; tests/chaos/README.md)"
 	@echo "make fuzz    broken input for every decoder, for a minute (SECONDS=600 for more; SEED=7 ONLY=frames CASE=12 to replay)"
 	@echo "make bench-queue, -shards, -idle, -engine, -episodes, -sync, -scale    one benchmark, which prints JSON last (benchmarks/README.md)"
-	@echo "make bench-spread   how evenly work is spread, beside an ideal balancer and an earlier commit (25 minutes)"
+	@echo "make bench-spread   how evenly work is spread, beside an ideal balancer"
 	@echo "make bench-fleet-weights   new weights for a fleet that churns: deaths, 128 workers, 1,000 simulated"
 	@echo "make bench-updates   what updates cost a worker in each mode, contexts and intervals (15 minutes; benchmarks/README.md)"
 	@echo "make check   formatting, lint, strict types, import order, file sizes, budget.toml, that every test can be imported"
@@ -145,7 +145,7 @@ bench-spread: setup
 bench-fleet-weights: setup
 	.venv/bin/python -m benchmarks fleet $(or $(BENCH),--out benchmarks/results/fleet-weights-cpu.json)
 
-# BENCH='--contexts 1000 --running 32' and the like for less, --before FOLDER for an older package beside it.
+# BENCH='--contexts 1000 --running 32' and the like for less.
 bench-updates: setup
 	.venv/bin/python -m benchmarks updates $(or $(BENCH),--out benchmarks/results/updates-cpu.json)
 
