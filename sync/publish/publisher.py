@@ -266,7 +266,7 @@ class WeightPublisher:
             stack.push_async_callback(redis.aclose)
             await ping(redis)
             if not self._leader:  # it knows what the next version is, like the leader
-                self._started.set_result(await Ledger(redis, pool).newest_of_all())
+                self._started.set_result(await Ledger(redis, pool).newest())
                 return
             self._sender = sender = Sender(redis, blocking, pool, self._host, self._settings)
             stack.push_async_callback(sender.close)

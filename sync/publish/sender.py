@@ -116,7 +116,7 @@ class Sender:
         """Start to listen. Returns name -> newest version, committed or not; the weights' name is ""."""
         await self._bell.open()
         self._listening = asyncio.create_task(self._bell.listen(self._on_ring))
-        return await self._ledger.newest_of_all()
+        return await self._ledger.newest()
 
     async def close(self) -> None:
         """Offer nothing more, and stop listening."""

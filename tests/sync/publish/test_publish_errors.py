@@ -54,13 +54,6 @@ def test_numbers_that_cannot_be(redis_db: str, tmp_path: Path, field: str, value
         WeightPublisher(redis_db, snapshots=tmp_path, **{field: value})
 
 
-def test_sglangs_own_update_group_is_refused_with_what_to_use(redis_db: str) -> None:
-    for leader in (True, False):
-        with pytest.raises(InvalidField, match=r"^transfer='stock': 'own'; .*gpu_direct=False") as caught:
-            WeightPublisher(redis_db, leader=leader, transfer="stock")  # type: ignore[arg-type]
-        assert (caught.value.field, caught.value.value) == ("transfer", "stock")
-
-
 async def test_an_older_trainers_transfer_is_refused_by_name(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
     announce = Ledger.announce
 
