@@ -36,7 +36,7 @@ LOCK_TIMEOUT_S = 30.0
 """Seconds to wait for a lock that another process holds for a moment. Nobody waits for those of readers and
 writers, which last longer."""
 _POLL_S = 0.01
-_VERSION = re.compile(r"v([0-9]{12})")
+VERSION_FOLDER = re.compile(r"v([0-9]{12})")
 _PIN = re.compile(r"v([0-9]{12})\.pin")
 
 
@@ -54,7 +54,7 @@ class VersionFolder:
     def versions(self) -> list[int]:
         """List the versions, oldest first. The list is empty if there is no folder."""
         with disk_errors("listing", self.path):
-            return [version for version in self._numbers(_VERSION) if self._whole(version)]
+            return [version for version in self._numbers(VERSION_FOLDER) if self._whole(version)]
 
     def pinned(self) -> set[int]:
         """Return the versions that are kept whatever their age."""
