@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...messages.errors import WeightSyncError
-from ..disk import DiskVersion, SnapshotStore
-from ..disk.checkpoint import VERSION_FOLDER, Checkpoint, checkpoint_format
+from ..disk import VERSION_FOLDER, DiskVersion, SnapshotStore
+from ..disk.checkpoint import Checkpoint, checkpoint_format
 from ..tensors import check_places
 
 

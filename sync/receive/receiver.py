@@ -117,10 +117,10 @@ class Receiver:
         began, state, intact, verify = time.monotonic(), self.state, True, way.order.verify
         way.phase = "load"
         try:
-            way.begin(at_once=idle and not way.staged and state.knows(way, model))
+            way.begin(at_once=idle and not way.staged and state.knows(way.told, way.buckets, model))
             if time.monotonic() >= way.deadline:  # the sender has closed it, and may have let go of its buffers
                 raise TransferTimeout("the time for this transfer is over")
-            loading = state.loading(way, model)
+            loading = state.loading(way.told, way.buckets, model)
             loading.check_dropped(way.told.digests)
             way.check(loading)
             intact, self._held = False, None
@@ -181,13 +181,6 @@ class Receiver:
         plan = self.state.last_plan
         if self.state.lines.offer is None and way.order.token and plan is not None:
             self._offer(held_offer(way.order.token, way.told, plan), way.order)
-
-    def stage(self, policy: StagingPolicy) -> None:
-        """Set whether versions are received beside the weights that serve.
-
-        No effect on a CPU, which always does that.
-        """
-        self.state.stage(policy)
 
     def forget(self, *, held: bool) -> None:
         """Free all buffers. held: forget which version the parameters hold too, because something else writes them."""

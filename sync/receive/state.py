@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from ..wire import Brief, Lines, Map, fetch_manifest, gpu_id, nccl_settings
 from .compatibility import check_names
 from .loading import Known, Loading, Model, plan_for
 from .verify import Arrival
-
-if TYPE_CHECKING:
-    from .ways import Way
 
 CPU = torch.device("cpu")
 
@@ -45,7 +42,8 @@ class RankState:
         self._plan: tuple[Any, CopyPlan | None] | None = None
         self._model: Model | None = None  # the last one
         self._verified: tuple[Any, set[int]] | None = None
-        self.stage(staging)
+        if device != CPU:  # host memory always receives a version beside the one that serves
+            self.memory[device] = Staging(device, staging)
 
     # --- the announced version -------------------------------------------------------------------------------------
 
@@ -82,13 +80,9 @@ class RankState:
         here = self.told is not None and self.lines.group is not None and order.mode != "drain"
         return self.early if here and self.told is not None and self.early == self.told.layout else ""
 
-    def already(self, way: Way) -> set[int]:
+    def already(self, told: Brief, buckets: list[torch.Tensor]) -> set[int]:
         """Return the buckets that an earlier attempt has received and verified, to be kept up to date."""
-        key = (
-            way.told.layout,
-            tuple(way.told.digests.tolist()),
-            way.buckets[0].data_ptr() if way.buckets else 0,
-        )
+        key = told.layout, tuple(told.digests.tolist()), buckets[0].data_ptr() if buckets else 0
         if self._verified is None or self._verified[0] != key:
             self._verified = key, set()
         return self._verified[1]
@@ -105,12 +99,6 @@ class RankState:
         return Brief.of(manifest)
 
     # --- memory and streams ----------------------------------------------------------------------------------------
-
-    def stage(self, policy: StagingPolicy) -> None:
-        """Set whether GPU memory receives a version beside the one that serves. Host memory always does."""
-        if self.device != CPU:
-            self.memory[self.device] = Staging(self.device, policy)
-            self.drop_buffers()
 
     def drop_host_memory(self) -> None:
         """Free staged host memory if the engine is on a GPU: other transfers do not need it."""
@@ -136,42 +124,42 @@ class RankState:
 
     # --- set up once per layout ------------------------------------------------------------------------------------
 
-    def arrival(self, way: Way) -> Arrival:
+    def arrival(self, told: Brief, buckets: list[torch.Tensor]) -> Arrival:
         """Return the checks of tensors that arrive in these buffers."""
-        key = way.told.layout, tuple(bucket.data_ptr() for bucket in way.buckets)
+        key = told.layout, tuple(bucket.data_ptr() for bucket in buckets)
         if self._arrival is None or self._arrival[0] != key:
-            places = enumerate(way.outline.bucket_nbytes)
-            views = [way.buckets[index % len(way.buckets)][:size] for index, size in places]
-            self._arrival = key, Arrival(way.outline, views)
+            places = enumerate(told.outline.bucket_nbytes)
+            views = [buckets[index % len(buckets)][:size] for index, size in places]
+            self._arrival = key, Arrival(told.outline, views)
         return self._arrival[1]
 
-    def knows(self, way: Way, model: Model) -> bool:
+    def knows(self, told: Brief, buckets: list[torch.Tensor], model: Model) -> bool:
         """Whether everything is set up for these buffers and this model."""
-        return self._loading is not None and self._loading[:2] == (self.arrival(way), model)
+        return self._loading is not None and self._loading[:2] == (self.arrival(told, buckets), model)
 
-    def compares_all(self, way: Way) -> bool:
+    def compares_all(self, told: Brief, buckets: list[torch.Tensor]) -> bool:
         """Whether these buffers were loaded before, and every tensor was then compared in the parameters."""
         loading = self._loading
-        return loading is not None and loading[0] is self.arrival(way) and loading[2].compares_all
+        return loading is not None and loading[0] is self.arrival(told, buckets) and loading[2].compares_all
 
-    def loading(self, way: Way, model: Model) -> Loading:
+    def loading(self, told: Brief, buckets: list[torch.Tensor], model: Model) -> Loading:
         """Return what loads these buffers into the model. Raises what `plan_for` raises."""
-        arrival, self._model = self.arrival(way), model
-        if self._loading is None or not self.knows(way, model):
-            self._loading = arrival, model, Loading(model, self._plan_of(way, model), arrival, self._known)
+        arrival, self._model = self.arrival(told, buckets), model
+        if self._loading is None or not self.knows(told, buckets, model):
+            self._loading = arrival, model, Loading(model, self._plan_of(told, model), arrival, self._known)
         return self._loading[2]
 
-    def set_up(self, way: Way) -> None:
+    def set_up(self, told: Brief, buckets: list[torch.Tensor]) -> None:
         """Make what loads these buffers now, if the model has had this layout before."""
         model = self._model
-        if model is not None and self._plan is not None and self._plan[0] == (way.told.layout, id(model)):
-            self.loading(way, model)
+        if model is not None and self._plan is not None and self._plan[0] == (told.layout, id(model)):
+            self.loading(told, buckets, model)
 
-    def _plan_of(self, way: Way, model: Model) -> CopyPlan | None:
-        key = way.told.layout, id(model)
+    def _plan_of(self, told: Brief, model: Model) -> CopyPlan | None:
+        key = told.layout, id(model)
         if self._plan is None or self._plan[0] != key:
             before = self._plan is not None and self._plan[1] is not None
-            self._plan = key, plan_for(model, way.outline, self._known, must=before)
+            self._plan = key, plan_for(model, told.outline, self._known, must=before)
         return self._plan[1]
 
     @property

@@ -112,7 +112,7 @@ class Way:
 
     def verify(self) -> None:
         """Compare the staged version with the trainer's digests."""
-        arrival = self.state.arrival(self)
+        arrival = self.state.arrival(self.told, self.buckets)
         if self.arriving is None:  # else each bucket was digested while the next one arrived
             for index in range(len(self.buckets)):
                 arrival.queue(index)
@@ -145,9 +145,9 @@ class Way:
 
     def _make_arriving(self) -> Arriving:
         assert self.group is not None
-        arrival = self.state.arrival(self)
+        arrival = self.state.arrival(self.told, self.buckets)
         # A bucket that is loaded as it arrives cannot be refused before. So it is checked once, in the parameters.
-        twice = self.staged or not self.state.compares_all(self)
+        twice = self.staged or not self.state.compares_all(self.told, self.buckets)
         return Arriving(
             self.group,
             arrival.buckets,
@@ -198,7 +198,8 @@ class ByHandle(Way):
 
     def verify(self) -> None:
         super().verify()
-        self.state.set_up(self)  # these are other buckets than the last ones, and the engine still generates
+        # These are other buckets than the last ones, and the engine still generates.
+        self.state.set_up(self.told, self.buckets)
 
     def let_go(self) -> None:
         """See Way. The trainer's memory is not kept open longer than needed."""
@@ -220,11 +221,11 @@ class Pulled(Way):
             state.lines,
             self.order,
             self.told.manifest,
-            state.arrival(self),
+            state.arrival(self.told, self.buckets),
             self.told.digests,
             ask=self.ask,
             deadline=self.deadline,
-            here=state.already(self),
+            here=state.already(self.told, self.buckets),
         )
 
     def verify(self) -> None:
@@ -261,7 +262,7 @@ class AtOnce(Way):
         arriving.load(loading, readback=order.verify)
         if order.verify:
             if arriving.looked_at:
-                self.state.arrival(self).check(self.told.digests, finite=self.finite)
+                self.state.arrival(self.told, self.buckets).check(self.told.digests, finite=self.finite)
             unseen = self.finite and not arriving.looked_at
             loading.check(self.told.digests, finite=unseen, converted=self.finite)
 
