@@ -37,9 +37,14 @@ NAMES = "names of 1 to 512 characters"
         ("keep_snapshots", [0, 1.5]),
         ("snapshot_every", [0, True]),
         ("transfer", ["stock"]),
+        ("mode", ["whenever"]),
+        ("keep", ["nowhere"]),
+        ("nonfinite", ["mend"]),
     ],
 )
 def test_settings_that_cannot_be(redis_db: str, tmp_path: Path, field: str, values: list[Any]) -> None:
+    with pytest.raises(InvalidField, match="pool="):
+        WeightPublisher(redis_db, "no spaces")
     for value in values:
         for leader in (True, False):  # on every rank alike
             with pytest.raises(InvalidField, match=rf"^{field}={re.escape(repr(value))}: "):
