@@ -182,6 +182,13 @@ class Receiver:
         if self.state.lines.offer is None and way.order.token and plan is not None:
             self._offer(held_offer(way.order.token, way.told, plan), way.order)
 
+    def stage(self, policy: StagingPolicy) -> None:
+        """Set whether versions are received beside the weights that serve.
+
+        No effect on a CPU, which always does that.
+        """
+        self.state.stage(policy)
+
     def forget(self, *, held: bool) -> None:
         """Free all buffers. held: forget which version the parameters hold too, because something else writes them."""
         self._end_under_way()

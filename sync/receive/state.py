@@ -42,8 +42,7 @@ class RankState:
         self._plan: tuple[Any, CopyPlan | None] | None = None
         self._model: Model | None = None  # the last one
         self._verified: tuple[Any, set[int]] | None = None
-        if device != CPU:  # host memory always receives a version beside the one that serves
-            self.memory[device] = Staging(device, staging)
+        self.stage(staging)
 
     # --- the announced version -------------------------------------------------------------------------------------
 
@@ -99,6 +98,12 @@ class RankState:
         return Brief.of(manifest)
 
     # --- memory and streams ----------------------------------------------------------------------------------------
+
+    def stage(self, policy: StagingPolicy) -> None:
+        """Set whether GPU memory receives a version beside the one that serves. Host memory always does."""
+        if self.device != CPU:
+            self.memory[self.device] = Staging(self.device, policy)
+            self.drop_buffers()
 
     def drop_host_memory(self) -> None:
         """Free staged host memory if the engine is on a GPU: other transfers do not need it."""
