@@ -8,7 +8,7 @@ from typing import Any
 
 from ..messages.broker import broker_of
 from ..producer.diagnosis import read_pool
-from ..sync.transfer import Ledger, LedgerView, TransferRecord, VersionRecord, begin_again
+from ..sync.transfer import Epoch, Ledger, VersionRecord, begin_again, newest_versions, one_version
 from .redis import connected
 from .terminal import printable, when
 
@@ -29,7 +29,7 @@ async def ledger_state(redis_url: str, pool: str, limit: int) -> Plain:
                 | {"alive": w.worker_id in alive}
                 for w in await broker_of(redis, pool).workers()
             ],
-            "versions": [_plain(record) for record in await LedgerView(ledger).versions(limit)],
+            "versions": [_plain(record) for record in await newest_versions(ledger, limit)],
             "adapters": dict(sorted((await ledger.adapters()).items())),
         }
 
@@ -37,7 +37,7 @@ async def ledger_state(redis_url: str, pool: str, limit: int) -> Plain:
 async def version_state(redis_url: str, pool: str, version: int) -> Plain:
     """One version and all that is remembered of its transfers. Raises WeightSyncError for one that is not known."""
     async with connected(redis_url, pool, all_shards=True) as redis:
-        return _plain(await LedgerView(Ledger(redis, pool)).version(version))
+        return _plain(await one_version(Ledger(redis, pool), version))
 
 
 async def reset_weights(redis_url: str, pool: str) -> int:
@@ -56,15 +56,15 @@ def _plain(record: VersionRecord) -> Plain:
     }
 
 
-def _transfer(transfer: TransferRecord) -> Plain:
-    said = transfer.epoch.announcement.model_dump(mode="json", exclude={"version", "epoch", "token"})
+def _transfer(transfer: Epoch) -> Plain:
+    said = transfer.announcement.model_dump(mode="json", exclude={"version", "epoch", "token"})
     return {
-        "epoch": transfer.number,
-        "state": transfer.epoch.state,
+        "epoch": transfer.announcement.epoch,
+        "state": transfer.state,
         **said,
         "served": transfer.served,
         "failures": transfer.failures,
-        "reports": {worker: asdict(report) for worker, report in sorted(transfer.epoch.reports.items())},
+        "reports": {worker: asdict(report) for worker, report in sorted(transfer.reports.items())},
     }
 
 

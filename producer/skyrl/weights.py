@@ -271,7 +271,7 @@ class WeightSync:
         from ...sync.adapters import read_adapter  # noqa: PLC0415 – torch
 
         ledger, publisher = await self._ledger(), await self._opened_publisher()
-        version = (await ledger.newest_adapters()).get(name, 0) + 1
+        version = (await ledger.newest()).get(name, 0) + 1
         adapter = await asyncio.to_thread(read_adapter, Path(path), name, version)
         config: Any = adapter.config
         handle = await asyncio.to_thread(publisher.publish_adapter, name, version, adapter.tensors, config)

@@ -3,6 +3,6 @@
 from . import format
 from .folder import read_adapter
 from .format import Adapter
-from .transfer import Fetch
+from .transfer import receive_adapter
 
-__all__ = ["Adapter", "Fetch", "format", "read_adapter"]
+__all__ = ["Adapter", "format", "read_adapter", "receive_adapter"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,46 +16,37 @@ from ..wire import Lines, fetch_manifest
 from .format import MOST_BYTES, Adapter, check_config, check_tensors
 
 
-class Fetch:
-    """Receives one version. phase: how far it is, for the report of a failure. lines: kept from one to the next."""
+def receive_adapter(lines: Lines, order: TransferOrder, name: str) -> Adapter:
+    """Receive and check one version of adapter `name`. Blocks until the order's deadline at most.
 
-    def __init__(self, lines: Lines, order: TransferOrder, name: str) -> None:
-        self.phase: Literal["rendezvous", "receive"] = "rendezvous"
-        self._lines, self._order, self._name = lines, order, name
-
-    def run(self) -> Adapter:
-        """Receive, check and return the adapter. Blocks until the order's deadline at most.
-
-        Raises TransferTimeout, DigestMismatch with the tensor's name, InvalidField or MalformedMessage.
-        """
-        order, lines = self._order, self._lines
-        deadline = time.monotonic() + order.timeout_s
-        lines.newest = order
-        lines.withdraw("its holder takes a newer version")
-        answer = lines.join(order, deadline, cuda=False, gpu="", nccl="") if order.address else None
-        manifest, config = fetch_manifest(order)
-        if sum(manifest.bucket_nbytes) > MOST_BYTES:
-            raise InvalidField("bucket_nbytes", sum(manifest.bucket_nbytes), f"at most {MOST_BYTES} together")
-        check_places(manifest)
-        told = _config(config)
-        buckets = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in manifest.bucket_nbytes]
-        arrival = Arrival(manifest, buckets)
-        check_tensors(told, {spec.name: (spec.shape, tensor.dtype) for spec, tensor in arrival.views})
-        self.phase = "receive"
-        take(
-            lines,
-            order,
-            lambda: manifest,
-            arrival,
-            values_of([spec.digest for spec in manifest.tensors]),
-            ask=asks(lines, order, answer, deadline),
-            deadline=deadline,
-            here=set(),
-            config=config,
-        )
-        if answer is not None:
-            lines.done(order, str(answer["who"]))
-        return Adapter(self._name, order.version, told, {spec.name: tensor for spec, tensor in arrival.views})
+    lines: kept from one to the next. Raises TransferTimeout, DigestMismatch with the tensor's name, InvalidField or
+    MalformedMessage.
+    """
+    deadline = time.monotonic() + order.timeout_s
+    lines.newest = order
+    lines.withdraw("its holder takes a newer version")
+    answer = lines.join(order, deadline, cuda=False, gpu="", nccl="") if order.address else None
+    manifest, config = fetch_manifest(order)
+    if sum(manifest.bucket_nbytes) > MOST_BYTES:
+        raise InvalidField("bucket_nbytes", sum(manifest.bucket_nbytes), f"at most {MOST_BYTES} together")
+    check_places(manifest)
+    told = _config(config)
+    arrival = Arrival(manifest, [torch.empty(nbytes, dtype=torch.uint8) for nbytes in manifest.bucket_nbytes])
+    check_tensors(told, {spec.name: (spec.shape, tensor.dtype) for spec, tensor in arrival.views})
+    take(
+        lines,
+        order,
+        lambda: manifest,
+        arrival,
+        values_of([spec.digest for spec in manifest.tensors]),
+        ask=asks(lines, order, answer, deadline),
+        deadline=deadline,
+        here=set(),
+        config=config,
+    )
+    if answer is not None:
+        lines.done(order, str(answer["who"]))
+    return Adapter(name, order.version, told, {spec.name: tensor for spec, tensor in arrival.views})
 
 
 def _config(raw: str) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
 from .export import export_version
-from .folder import INDEX, folder_name
+from .folder import INDEX, VERSION_FOLDER, folder_name
 from .read import DiskVersion
 from .store import SnapshotStore
 
 __all__ = [
     "INDEX",
+    "VERSION_FOLDER",
     "BrokenSnapshot",
     "DiskVersion",
     "NoSuchSnapshot",

@@ -20,11 +20,10 @@ from ...messages.errors import DigestMismatch, InvalidField
 from ...messages.model import BUCKET_BYTES, TensorSpec, WeightManifest
 from ..tensors import PlacePlanner, digest, hex_of, look
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
-from .folder import INDEX
+from .folder import INDEX, VERSION_FOLDER
 from .index import DTYPES, WEIGHT_MAP
 
 CheckpointFormat = Literal["snapshot", "snapshots", "safetensors", "sharded"]
-VERSION_FOLDER = re.compile(r"v([0-9]{12})")
 SHARD = re.compile(r"model-rank-([0-9]+)-part-([0-9]+)\.safetensors")
 """Names of the files in a sharded state that SGLang has saved."""
 _PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -90,14 +90,10 @@ def _source(version: DiskVersion, name: str) -> IO[bytes]:
     return open(version.path / name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW))
 
 
-def _chunks(file: IO[bytes]) -> Iterator[bytes]:
-    return iter(lambda: file.read(CHUNK), b"")
-
-
 def _copied(source: IO[bytes], write: Callable[[bytes], Any], check: Callable[[], None]) -> str:
     """Copy; returns the SHA-256 of what was read."""
     digest = hashlib.sha256()
-    for chunk in _chunks(source):
+    while chunk := source.read(CHUNK):
         check()
         digest.update(chunk)
         write(chunk)
@@ -105,8 +101,5 @@ def _copied(source: IO[bytes], write: Callable[[bytes], Any], check: Callable[[]
 
 
 def _check(expected: str, written: IO[bytes], where: str) -> None:
-    digest = hashlib.sha256()
-    for chunk in _chunks(written):
-        digest.update(chunk)
-    if digest.hexdigest() != expected:
+    if hashlib.file_digest(written, "sha256").hexdigest() != expected:  # type: ignore[arg-type]  # IO[bytes] will do
         raise SnapshotError(f"{where} does not have what was written to it")

@@ -33,26 +33,28 @@ from ...messages.errors import InvalidField
 from .errors import BrokenSnapshot, NoSuchSnapshot, SnapshotError, disk_errors
 
 LOCK_TIMEOUT_S = 30.0
+"""Seconds to wait for a lock that another process holds for a moment. Nobody waits for those of readers and
+writers, which last longer."""
 _POLL_S = 0.01
-_VERSION = re.compile(r"v([0-9]{12})")
+VERSION_FOLDER = re.compile(r"v([0-9]{12})")
 _PIN = re.compile(r"v([0-9]{12})\.pin")
 
 
 class VersionFolder:
     """Names and locks. Methods raise SnapshotError (or one of its kinds) if the filesystem refuses something.
 
-    lock_timeout_s: seconds to wait for a lock that another process holds for a moment. Nobody waits for the locks of
-        readers and writers, which last longer.
+    keep: number of newest versions that `collect` leaves.
     """
 
-    def __init__(self, path: Path, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
-        self.path = path
-        self._lock_timeout_s = lock_timeout_s
+    def __init__(self, path: Path, keep: int = 2) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise InvalidField("keep", keep, "an integer of at least 1")
+        self.path, self._keep = path, keep
 
     def versions(self) -> list[int]:
         """List the versions, oldest first. The list is empty if there is no folder."""
         with disk_errors("listing", self.path):
-            return [version for version in self._numbers(_VERSION) if self._whole(version)]
+            return [version for version in self._numbers(VERSION_FOLDER) if self._whole(version)]
 
     def pinned(self) -> set[int]:
         """Return the versions that are kept whatever their age."""
@@ -107,35 +109,28 @@ class VersionFolder:
             os.close(index)
             os.close(folder)
 
-    def collect(self, keep: int, spare: Collection[int] = ()) -> list[int]:
+    def collect(self, spare: Collection[int] = ()) -> list[int]:
         """Remove all but the newest `keep` versions, pinned versions, those in `spare`, and those being read.
 
         Returns the removed versions. Leftovers of dead writers are removed too.
         """
         removed: list[int] = []
-        self._check_keep(keep)
         if not self.path.is_dir():
             return removed
         with disk_errors("collecting in", self.path):
             with self._mutex():
                 self._set_aside_dead_drafts()
-                for version in self.collectable(keep, spare):
+                for version in self.collectable(spare):
                     if self._set_aside(self.path / folder_name(version)):
                         removed.append(version)
                 sync_folder(self.path)  # else a power cut could bring back the name without all of its files
             self._empty_bin()
         return removed
 
-    def collectable(self, keep: int, spare: Collection[int] = ()) -> list[int]:
+    def collectable(self, spare: Collection[int] = ()) -> list[int]:
         """The versions that `collect` would remove, oldest first, unless somebody reads them."""
-        self._check_keep(keep)
         kept = self.pinned() | set(spare)
-        return [version for version in self.versions()[:-keep] if version not in kept]
-
-    @staticmethod
-    def _check_keep(keep: int) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InvalidField("keep", keep, "an integer of at least 1")
+        return [version for version in self.versions()[: -self._keep] if version not in kept]
 
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
         with suppress(FileNotFoundError):
@@ -153,7 +148,7 @@ class VersionFolder:
     def _mutex(self) -> Iterator[None]:
         fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            deadline = time.monotonic() + self._lock_timeout_s
+            deadline = time.monotonic() + LOCK_TIMEOUT_S
             while not try_lock(fd, fcntl.LOCK_EX):
                 self._pause(deadline, self.path / ".lock")
             try:
@@ -165,11 +160,11 @@ class VersionFolder:
 
     def _pause(self, deadline: float, what: Path) -> None:
         if time.monotonic() >= deadline:
-            raise SnapshotError(f"{what} has been locked by another process for {self._lock_timeout_s:g} s")
+            raise SnapshotError(f"{what} has been locked by another process for {LOCK_TIMEOUT_S:g} s")
         time.sleep(_POLL_S)
 
     def _open_shared(self, path: Path, version: int) -> tuple[int, int]:
-        deadline = time.monotonic() + self._lock_timeout_s
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             folder = index = -1
             try:

@@ -49,8 +49,6 @@ DTYPES = {
 }
 """torch's name -> the name in safetensors, and bytes per element."""
 _BESIDE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
-_GAP = 4096
-"""Most bytes of padding per tensor in a manifest's buckets."""
 
 
 class FileEntry(BaseModel):
@@ -191,13 +189,6 @@ def _itemsize(spec: TensorSpec) -> int:
     if math.prod(spec.shape) * itemsize != spec.nbytes:
         raise InvalidField(f"{spec.name}.nbytes", spec.nbytes, f"{spec.dtype} of shape {list(spec.shape)}")
     return itemsize
-
-
-def check_padding(manifest: WeightManifest) -> None:
-    """Check, before memory is taken, that buckets are not much larger than their tensors. Raises InvalidField."""
-    places = len(manifest.tensors) + len(manifest.bucket_nbytes)
-    if sum(manifest.bucket_nbytes) > manifest.nbytes + _GAP * places:
-        raise InvalidField("bucket_nbytes", sum(manifest.bucket_nbytes), f"about {manifest.nbytes}, the tensors' bytes")
 
 
 def weight_map(manifest: WeightManifest, shards: Sequence[Shard]) -> bytes:

@@ -10,16 +10,14 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from ...messages.errors import DigestMismatch, InvalidField
+from ...messages.errors import DigestMismatch
 from ...messages.model import TensorSpec, WeightManifest
 from .errors import BrokenSnapshot, disk_errors
 from .folder import INDEX
-from .index import MAX_INDEX_BYTES, WEIGHT_MAP, Shard, SnapshotIndex, check_padding, weight_map
+from .index import MAX_INDEX_BYTES, WEIGHT_MAP, Shard, SnapshotIndex, weight_map
 
 if TYPE_CHECKING:
     import torch
-
-    from ..tensors import Snapshot
 
 
 class DiskVersion:
@@ -73,27 +71,6 @@ class DiskVersion:
             self._fill(spec, flat)
             self._check(spec, flat)
             yield spec, flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-
-    def snapshot(self, device: str | torch.device = "cpu") -> Snapshot:
-        """Return the version in its publisher's buckets, on `device`, and verified there."""
-        import torch  # noqa: PLC0415
-
-        from ..tensors import Snapshot, check_places  # noqa: PLC0415
-
-        try:
-            check_places(self.manifest)
-            check_padding(self.manifest)
-        except InvalidField as error:
-            raise BrokenSnapshot(f"{self.path}/{INDEX}: {error}") from None
-        host = [torch.zeros(size, dtype=torch.uint8) for size in self.manifest.bucket_nbytes]
-        for spec in self.manifest.tensors:
-            self._fill(spec, host[spec.bucket][spec.offset : spec.offset + spec.nbytes])
-        buckets = []
-        while host:
-            buckets.append(host.pop(0).to(device))
-        for spec in self.manifest.tensors:
-            self._check(spec, buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes])
-        return Snapshot(self.manifest, tuple(buckets), self.index.nonfinite)
 
     def verify(self) -> None:
         """Read and compare every byte of tensors, weight map, configuration and tokenizer files."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...messages.errors import InvalidField, WeightSyncError
+from ...messages.errors import WeightSyncError
 from .errors import NoSuchSnapshot, SnapshotConflict, SnapshotError, disk_errors
-from .folder import LOCK_TIMEOUT_S, Draft, VersionFolder, folder_name
+from .folder import Draft, VersionFolder, folder_name
 from .index import same_tensors
 from .read import DiskVersion
 
@@ -21,18 +20,17 @@ FILE_BYTES = 5 << 30
 """Most bytes in a safetensors file. Other writers of checkpoints use the same size."""
 
 
-class SnapshotStore:
+class SnapshotStore(VersionFolder):
     """A folder of versions that any number of processes may share. folder.py says what the filesystem must do.
 
     Guarantees: whichever process is killed at any moment, `versions` names only whole versions. A version that is
-    pinned or being read is not removed. Every wait ends after `lock_timeout_s`. Every error is a WeightSyncError.
+    pinned or being read is not removed. Every wait ends after LOCK_TIMEOUT_S. Every error is a WeightSyncError.
 
     Args:
         folder: the first `save` makes it.
         keep: number of newest versions that `save` keeps, besides pinned ones.
         base: a model's folder. Its configuration and tokenizer files are copied into each version, so that any loader
             can read it as a checkpoint.
-        verify: read every new version back before it gets its name.
         file_bytes: most bytes in a safetensors file.
     """
 
@@ -42,16 +40,10 @@ class SnapshotStore:
         keep: int = 2,
         *,
         base: str | Path | None = None,
-        verify: bool = True,
         file_bytes: int = FILE_BYTES,
-        lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InvalidField("keep", keep, "an integer of at least 1")
-        self._folder = VersionFolder(Path(folder), lock_timeout_s)
-        self._keep = keep
+        super().__init__(Path(folder), keep)
         self._base = None if base is None else Path(base)
-        self._verify = verify
         self._file_bytes = file_bytes
 
     def save(self, snapshot: Snapshot) -> Path:
@@ -63,22 +55,18 @@ class SnapshotStore:
         not hold what the manifest says, and InvalidField for a dtype that safetensors does not have.
         """
         version = snapshot.manifest.version
-        path = self._folder.path / folder_name(version)
+        path = self.path / folder_name(version)
         if self._is_there(snapshot):
             return path
-        with disk_errors("writing", path), self._folder.draft(version) as draft:
+        with disk_errors("writing", path), self.draft(version) as draft:
             self._write(draft, snapshot)
             if not draft.publish() and not self._is_there(snapshot):
                 raise SnapshotError(f"{path} is in the way, and is not a version")
         try:
-            self._folder.collect(self._keep, spare=(version,))
+            self.collect(spare=(version,))
         except WeightSyncError:
-            log.exception("old versions in %s could not be removed", self._folder.path)
+            log.exception("old versions in %s could not be removed", self.path)
         return path
-
-    def versions(self) -> list[int]:
-        """List the versions, oldest first."""
-        return self._folder.versions()
 
     def load(self, version: int | None = None) -> DiskVersion:
         """Open a version, by default the newest. Close it, or use it in a `with`.
@@ -88,30 +76,9 @@ class SnapshotStore:
         if version is None:
             found = self.versions()
             if not found:
-                raise NoSuchSnapshot(f"there is no version in {self._folder.path}")
+                raise NoSuchSnapshot(f"there is no version in {self.path}")
             version = found[-1]
-        return DiskVersion(version, self._folder.path / folder_name(version), self._folder.reading(version))
-
-    def pin(self, version: int) -> None:
-        """Keep a version whatever its age. Raises NoSuchSnapshot."""
-        self._folder.pin(version)
-
-    def unpin(self, version: int) -> None:
-        """Let the version be removed again."""
-        self._folder.unpin(version)
-
-    def pinned(self) -> set[int]:
-        """Return the pinned versions."""
-        return self._folder.pinned()
-
-    def collect(self, spare: Collection[int] = ()) -> list[int]:
-        """Remove all versions but the newest `keep`, pinned ones, those in `spare` and those being read. Returns the
-        removed ones."""
-        return self._folder.collect(self._keep, spare)
-
-    def collectable(self, spare: Collection[int] = ()) -> list[int]:
-        """The versions that `collect` would remove, unless somebody reads them."""
-        return self._folder.collectable(self._keep, spare)
+        return DiskVersion(version, self.path / folder_name(version), self.reading(version))
 
     def _is_there(self, snapshot: Snapshot) -> bool:
         try:
@@ -126,6 +93,5 @@ class SnapshotStore:
         from .write import write_version  # noqa: PLC0415  # needs torch
 
         write_version(draft, snapshot, self._base, self._file_bytes)
-        if self._verify:
-            with DiskVersion(draft.version, draft.path, draft.reading()) as written:
-                written.verify()
+        with DiskVersion(draft.version, draft.path, draft.reading()) as written:
+            written.verify()

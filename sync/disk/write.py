@@ -31,7 +31,7 @@ def write_version(draft: Draft, snapshot: Snapshot, base: Path | None, file_byte
     check_places(manifest)
     shards = split(manifest, counts(manifest, file_bytes))
     beside = tuple(_copy(path, draft.path) for path in beside_weights(base)) if base else ()
-    chunks = _Chunks()
+    chunks = _chunks_from(snapshot.device)
     for shard in shards:
         _write(draft.path / shard.name, partial(_write_shard, shard, snapshot, chunks))
     _write(draft.path / WEIGHT_MAP, lambda put: put(weight_map(manifest, shards)))
@@ -62,6 +62,7 @@ def beside_weights(base: Path) -> list[Path]:
 
 
 Put = Callable[[Any], None]
+Chunks = Callable[[torch.Tensor], Iterator[memoryview]]
 
 
 def _write(path: Path, fill: Callable[[Put], None]) -> None:
@@ -77,36 +78,32 @@ def _write(path: Path, fill: Callable[[Put], None]) -> None:
         os.fsync(file.fileno())
 
 
-def _write_shard(shard: Shard, snapshot: Snapshot, chunks: _Chunks, put: Put) -> None:
+def _write_shard(shard: Shard, snapshot: Snapshot, chunks: Chunks, put: Put) -> None:
     put(shard.header)
     for spec in shard.specs:
-        for chunk in chunks.of(snapshot.buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes]):
+        for chunk in chunks(snapshot.buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes]):
             put(chunk)
 
 
-class _Chunks:
-    """Copies flat uint8 tensors to host memory. A GPU's go through one pinned buffer, on a stream of its own."""
+def _chunks_from(device: torch.device) -> Chunks:
+    """Return what yields the bytes of flat uint8 tensors there. A chunk is valid until the next one is asked for.
 
-    def __init__(self) -> None:
-        self._pinned: torch.Tensor | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+    A GPU's go through one pinned buffer, on a stream of its own.
+    """
+    if device.type == "cpu":
+        return lambda flat: iter((memoryview(flat.numpy()),))
+    pinned = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # the buckets' filling may still be queued
 
-    def of(self, flat: torch.Tensor) -> Iterator[memoryview]:
-        """Yield the bytes. A chunk is valid until the next one is asked for."""
-        if flat.device.type == "cpu":
-            yield memoryview(flat.numpy())
-            return
-        if self._pinned is None:
-            self._pinned = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True)
-        stream = self._streams.get(flat.device)
-        if stream is None:
-            stream = self._streams[flat.device] = torch.cuda.Stream(flat.device)
-            stream.wait_stream(torch.cuda.current_stream(flat.device))  # the buckets' filling may still be queued
+    def chunks(flat: torch.Tensor) -> Iterator[memoryview]:
         for piece in flat.split(CHUNK):
             with torch.cuda.stream(stream):
-                self._pinned[: piece.numel()].copy_(piece, non_blocking=True)
+                pinned[: piece.numel()].copy_(piece, non_blocking=True)
             stream.synchronize()
-            yield memoryview(self._pinned[: piece.numel()].numpy())
+            yield memoryview(pinned[: piece.numel()].numpy())
+
+    return chunks
 
 
 def _copy(source: Path, folder: Path) -> Beside:

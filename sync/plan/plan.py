@@ -6,7 +6,7 @@ docs/architecture.md says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,10 @@ import torch
 
 from ...messages.errors import InvalidField
 from ...messages.model import TensorSpec
-from ..tensors import Copies
+from ..tensors import Copies, dtype_named
 from .boxes import settle
 from .engine import EngineTensors
 from .trace import PlanImpossible, Recorder, Source, Write
-
-__all__ = ["Bound", "Copy", "CopyPlan", "PlanImpossible", "Source"]
-
-Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +39,13 @@ class Bound:
     whole: (name, destination) of copies whose destination must have the checkpoint tensor's digest.
     partial: (name, source, destination) of slices and conversions. The destination must have the digest of the source
         in the destination's dtype.
-    sources, destinations: of all copies, in the same order.
     """
 
     def __init__(self, copies: Sequence[tuple[Copy, torch.Tensor]], fills: Sequence[Write]) -> None:
-        self.sources = [source for _, source in copies]
-        self.destinations = [copy.destination for copy, _ in copies]
         self.whole = [(copy.name, copy.destination) for copy, _ in copies if copy.whole]
         self.partial = [(copy.name, source, copy.destination) for copy, source in copies if not copy.whole]
         self._fills = [(fill.destination, fill.value) for fill in fills]
-        self._copies = Copies(zip(self.destinations, self.sources, strict=True), often=True)
+        self._copies = Copies([(copy.destination, source) for copy, source in copies], often=True)
 
     def run(self, *, beside_wire: bool = False) -> None:
         """Queue the copies on the current stream. If both sides are on one device, the host does not wait.
@@ -83,8 +76,8 @@ class CopyPlan:
     missing: Sequence[str]
 
     @classmethod
-    def trace(cls, model: Any, specs: Sequence[TensorSpec], load: Load | None = None) -> CopyPlan:
-        """Record what `load` (the model's `load_weights`) does with tensors of these names, dtypes and shapes.
+    def trace(cls, model: Any, specs: Sequence[TensorSpec]) -> CopyPlan:
+        """Record what the model's `load_weights` does with tensors of these names, dtypes and shapes.
 
         No bit of the model's parameters and buffers changes. Nothing else may use the model meanwhile. Copies that a
         loader makes in threads of its own are not seen. Raises PlanImpossible if the loader does more than copying, or
@@ -96,7 +89,7 @@ class CopyPlan:
         engine = EngineTensors(model)
         recorder = Recorder(engine.names)
         with engine.kept():
-            recorder.load(load or model.load_weights, layout)
+            recorder.load(model.load_weights, layout)
         copies: dict[str, list[Copy]] = {}
         superseded: dict[str, list[Copy]] = {}
         fills: list[Write] = []
@@ -114,22 +107,17 @@ class CopyPlan:
         unused = [name for name in layout if name not in recorder.used]
         return cls({spec.name: spec for spec in specs}, unused, copies, superseded, fills, missing)
 
-    def for_layout(self, buckets: Sequence[torch.Tensor], specs: Iterable[TensorSpec] | None = None) -> list[Bound]:
+    def for_layout(self, buckets: Sequence[torch.Tensor]) -> list[Bound]:
         """Return the copies from flat uint8 buckets, one Bound per bucket. Valid as long as the buckets stay in place.
 
         buckets: each at least as long as the layout's. Several may be the same memory, used in turn.
-        specs: places of the tensors, if they differ from those in the specs that the plan was made from.
-        Raises InvalidField for a tensor that does not fit, or differs from the plan's in dtype or shape.
+        Raises InvalidField for a tensor that does not fit.
         """
         copies: list[list[tuple[Copy, torch.Tensor]]] = [[] for _ in buckets]
         names: list[list[str]] = [[] for _ in buckets]
         typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        for spec in self.specs.values() if specs is None else specs:
-            if (known := self.specs.get(spec.name)) is None:
-                raise InvalidField("tensors", spec.name, "a name that the plan was made with")
+        for spec in self.specs.values():
             size = buckets[spec.bucket].numel() if spec.bucket < len(buckets) else -1
-            if (spec.dtype, spec.shape, spec.nbytes) != (known.dtype, known.shape, known.nbytes):
-                raise InvalidField(spec.name, f"{spec.dtype} {spec.shape}", f"{known.dtype} {known.shape}")
             if spec.offset + spec.nbytes > size or spec.offset % _dtype(spec).itemsize:
                 raise InvalidField(spec.name, f"{spec.nbytes} bytes at {spec.offset}", f"aligned, inside {size} bytes")
             names[spec.bucket].append(spec.name)
@@ -169,8 +157,8 @@ class CopyPlan:
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = dtype_named(spec.dtype)
+    if dtype is None:
         raise InvalidField(f"{spec.name}.dtype", spec.dtype, "a torch dtype")
     return dtype
 

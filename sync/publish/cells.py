@@ -9,7 +9,6 @@ the version bucket by bucket.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections import deque
@@ -18,14 +17,14 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from ...messages.errors import WeightSyncError
 from ..tensors import Snapshot
-from ..wire import Broadcaster, Map, begin, gpu_id, nccl_settings, serve_store
+from ..wire import Map, begin, gpu_id, nccl_settings, serve_store
+from .cell import Cell
 
 log = logging.getLogger(__name__)
 GATHER_S = 0.25
@@ -72,15 +71,6 @@ class Gathering:
     store_answers: Future[bool] | None = None
 
 
-@dataclass(slots=True)
-class Cell:
-    """members: worker -> its first rank. turns: calls of `line.send` for the cell's thread; None in the end."""
-
-    line: Broadcaster
-    members: dict[str, int]
-    turns: SimpleQueue[tuple[Snapshot, str, float, bool] | None] = field(default_factory=SimpleQueue)
-
-
 class Cells:
     """All cells of a trainer. Threads that serve receivers call `place`; it waits.
 
@@ -94,7 +84,7 @@ class Cells:
         self._host, self._lost, self._probe, self._cpu = host, lost, probe, cpu
         self._store: Any = None
         self._cells: list[Cell] = []
-        self._past: deque[tuple[Broadcaster, str]] = deque()
+        self._past: deque[tuple[Cell, str]] = deque()
         self._changed = threading.Condition()
         self._numbers, self._probed = 0, 0.0
         self._threads: set[threading.Thread] = set()
@@ -105,7 +95,7 @@ class Cells:
         with self._changed:
             cells, self._cells = self._cells, []
         for cell in cells:
-            cell.line.give_up("the sender leaves")
+            cell.give_up("the sender leaves")
             cell.turns.put(None)
         for thread in list(self._threads):  # a process that ends in the midst of NCCL's end is aborted
             thread.join(CLOSE_S)
@@ -161,8 +151,8 @@ class Cells:
     def _came_again(self, worker: str, group: str) -> None:
         """End the broadcasts in a group that a member has left. NCCL alone would wait for it."""
         for cell in self._cells:
-            if worker in cell.members and cell.line.group != group:
-                cell.line.give_up(f"{worker} has left the cell")
+            if worker in cell.members and cell.group != group:
+                cell.give_up(f"{worker} has left the cell")
 
     def _places(self, gathering: Gathering, snapshot: Snapshot, timeout_s: float, *, late: bool) -> dict[str, Map]:
         while gathering.places is None:
@@ -205,11 +195,11 @@ class Cells:
                 del left[worker]
         for cell in going:
             self._numbers += 1
-            number, line = str(self._numbers), cell.line
+            number = str(self._numbers)
             # Who is in the group, with buffers, need not say so once more.
-            go = all(whole[it].group == line.group and not whole[it].unready for it in cell.members)
+            go = all(whole[it].group == cell.group and not whole[it].unready for it in cell.members)
             place: Map = {
-                "way": "cell", "group": line.group, "number": number, "world": line.world, "port": self._store.port,
+                "way": "cell", "group": cell.group, "number": number, "world": cell.world, "port": self._store.port,
                 "go": go,
             }  # fmt: skip
             gathering.places |= {worker: place | {"rank": first} for worker, first in cell.members.items()}
@@ -217,7 +207,7 @@ class Cells:
 
     @staticmethod
     def _stands(cell: Cell, came: Mapping[str, Comer]) -> bool:
-        return all(worker in came and came[worker].group == cell.line.group for worker in cell.members)
+        return all(worker in came and came[worker].group == cell.group for worker in cell.members)
 
     def _make(self, left: Mapping[str, Comer], snapshot: Snapshot) -> Cell | None:
         members: dict[str, int] = {}
@@ -239,11 +229,9 @@ class Cells:
         if not self._cpu:
             here = snapshot.device
             device = here if here.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-        name = f"cell-{secrets.token_hex(4)}"  # a restarted trainer's are others
-        line = Broadcaster(self._store, self._host, name, world, device, lost=partial(self._who_is_lost, members))
-        cell = Cell(line, members)
+        cell = Cell(self._store, self._host, members, world, device, lost=partial(self._who_is_lost, members))
         # One thread for all its broadcasts: members would wait while one is started.
-        thread = threading.Thread(target=self._serve, args=(cell,), name=f"rolloutmq-{name}", daemon=True)
+        thread = threading.Thread(target=self._serve, args=(cell,), name=f"rolloutmq-{cell.group}", daemon=True)
         self._threads.add(thread)
         thread.start()
         return cell
@@ -252,20 +240,20 @@ class Cells:
         while (turn := cell.turns.get()) is not None:
             self._send(cell, *turn)
             del turn
-        cell.line.close()
+        cell.close()
         self._threads.discard(threading.current_thread())
 
     def _send(self, cell: Cell, snapshot: Snapshot, number: str, deadline: float, go: bool) -> None:
         try:
-            cell.line.send(snapshot, number, deadline, ready=go)
+            cell.send(snapshot, number, deadline, ready=go)
         except Exception as error:  # whatever torch raises: the members hear of it, and take the version otherwise
             log.info("the cell of %s is given up: %s", ", ".join(cell.members), error)
             with self._changed:
                 self._drop(cell)
         finally:
             with self._changed:
-                if cell.line.store is self._store:
-                    self._past.append((cell.line, number))
+                if cell.store is self._store:
+                    self._past.append((cell, number))
                 old = self._past.popleft() if len(self._past) > KEPT else None
             if old is not None:  # in a thread of its own, because a store may not answer
                 begin(partial(old[0].clean, old[1]))

@@ -161,12 +161,13 @@ class Publication:
 
     def tell(self, state: State, **found: Any) -> None:
         """Give the handle its report. found: the report's other fields."""
-        self.handle._future.set_result(self._report(state, **found))
+        self.handle._future.set_result(self.report(state, **found))
 
     def tell_committed(self, workers: tuple[str, ...]) -> None:
         """Tell those that wait for the first worker."""
-        self.handle._committed(self._report("committed", workers=workers))
+        self.handle._committed(self.report("committed", workers=workers))
 
-    def _report(self, state: State, **found: Any) -> PublishReport:
+    def report(self, state: State, **found: Any) -> PublishReport:
+        """Make its report. found: the report's other fields."""
         seconds = time.monotonic() - self.began
         return PublishReport(self.packed.version, state, seconds=seconds, adapter=self.adapter, **found)

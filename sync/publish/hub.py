@@ -45,19 +45,11 @@ class Line:
 
 
 @dataclass(slots=True)
-class Rank:
-    """One process of an engine that takes a version. done: it has all bytes, verified."""
-
-    worker: str
-    line: Line
-    done: bool = False
-
-
-@dataclass(slots=True)
 class Outgoing:
     """One version on its way, of the weights or of a LoRA adapter.
 
-    ranks: those that take it, by their names. committed: whether a worker serves it.
+    ranks: those that take it, "worker/rank" -> the line of that process. done: those that have all bytes, verified.
+    committed: whether a worker serves it.
     """
 
     snapshot: Snapshot
@@ -66,7 +58,8 @@ class Outgoing:
     brief: bytes
     adapter: bool
     sources: Sources = field(default_factory=Sources)
-    ranks: dict[str, Rank] = field(default_factory=dict)
+    ranks: dict[str, Line] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
     gathering: Gathering = field(default_factory=lambda: Gathering(frozenset()))
     by_ipc: set[str] = field(default_factory=set)
     handles: bytes = b""
@@ -75,12 +68,13 @@ class Outgoing:
     @property
     def joined(self) -> set[str]:
         """The workers that take part or took part."""
-        return {rank.worker for rank in list(self.ranks.values())}
+        return {name.rpartition("/")[0] for name in list(self.ranks)}
 
     @property
     def receiving(self) -> set[str]:
         """The workers that still need this version's bytes."""
-        return {rank.worker for rank in list(self.ranks.values()) if not (rank.done or rank.line.gone)}
+        ranks = list(self.ranks.items())
+        return {name.rpartition("/")[0] for name, line in ranks if not (name in self.done or line.gone)}
 
 
 class Hub:
@@ -206,11 +200,11 @@ class Hub:
             line = self._lines.setdefault(talk, Line(worker, talk))
             line.worker = worker
             self._gone.pop(worker, None)
-            rank = Rank(worker, line)
             name = f"{worker}/{number}"
             if worker in outgoing.by_ipc and name in outgoing.ranks:  # it comes again: that failed
                 self._not_by_ipc.add(worker)
-            outgoing.ranks[name] = rank
+            outgoing.ranks[name] = line
+            outgoing.done.discard(name)
             outgoing.sources.join(name, str(told.get("address", ""))[:300])
             answer: Map = {"who": name, "brief": outgoing.brief}
             here = gpu_id(snapshot.device) if direct else ""
@@ -230,8 +224,8 @@ class Hub:
         who = str(told.get("who"))[:300]
         with self._lock:
             if told["do"] == "done":
-                if (rank := outgoing.ranks.get(who)) is not None:
-                    rank.done = True
+                if who in outgoing.ranks:
+                    outgoing.done.add(who)
                     outgoing.sources.done(who)
                 return None
             avoid = told.get("avoid", [])
@@ -248,8 +242,8 @@ class Hub:
             if not any(other.worker == line.worker for other in self._lines.values()):
                 self._gone[line.worker] = why, time.monotonic()
             for outgoing in self._outgoing.values():
-                for name, rank in outgoing.ranks.items():
-                    if rank.line is line:
+                for name, its in outgoing.ranks.items():
+                    if its is line:
                         outgoing.sources.gone(name)
         self._news()
 

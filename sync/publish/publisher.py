@@ -26,9 +26,9 @@ from ..packing import PackedWeights, release_host_memory
 from ..tensors import Places, Snapshot, side_stream
 from ..transfer import Ledger, SyncOptions, SyncSettings
 from ..wire import own_address_towards
-from .handle import Publication, PublishHandle, PublishProgress, PublishReport, State
+from .handle import Publication, PublishHandle, PublishProgress, PublishReport
 from .saver import SnapshotSaver, store_of
-from .sender import Sender, TransferResult
+from .sender import Sender
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +266,7 @@ class WeightPublisher:
             stack.push_async_callback(redis.aclose)
             await ping(redis)
             if not self._leader:  # it knows what the next version is, like the leader
-                self._started.set_result(await Ledger(redis, pool).newest_of_all())
+                self._started.set_result(await Ledger(redis, pool).newest())
                 return
             self._sender = sender = Sender(redis, blocking, pool, self._host, self._settings)
             stack.push_async_callback(sender.close)
@@ -303,29 +303,22 @@ class WeightPublisher:
             if not order.adapter:
                 handle._look = partial(sender.progress, handle.version, snapshot.manifest.nbytes)
             if handle.aborted:
-                result = TransferResult(committed=False, failures={"trainer": handle.aborted})
+                report = order.report("aborted", failures={"trainer": handle.aborted}, nbytes=snapshot.manifest.nbytes)
             elif snapshot.nonfinite and self._settings.nonfinite == "refuse":
                 count = len(snapshot.nonfinite)
                 do = "1 tensor does" if count == 1 else f"{count} tensors do"
                 why = f"tensor {snapshot.nonfinite[0]} has NaN or Inf in it ({do}); nonfinite='allow' sends it"
                 log.error("%s is not sent: %s", order.name, why)
-                result = TransferResult(committed=False, failures={"trainer": why})
+                report = order.report("failed", failures={"trainer": why}, nbytes=snapshot.manifest.nbytes)
             else:
-                result = await sender.send(snapshot, order, begun.set)
+                report = await sender.send(snapshot, order, begun.set)
         except Exception as error:
             order.handle._future.set_exception(WeightSyncError(f"{order.name}: {error}"))
             log.exception("%s could not be sent", order.name)
             return
-        if result.committed and self._saver is not None and not order.adapter:
+        if report.state == "committed" and self._saver is not None and not order.adapter:
             self._saver.offer(snapshot)
-        lost: State = "aborted" if handle.aborted else "superseded" if result.superseded else "failed"
-        order.tell(
-            "committed" if result.committed else lost,
-            workers=result.workers,
-            failures=result.failures,
-            nbytes=snapshot.manifest.nbytes,
-            readback=result.readback,
-        )
+        handle._future.set_result(report)
 
 
 def _note(journal: Journal, version: int, adapter: str, outcome: Future[PublishReport]) -> None:

@@ -27,7 +27,7 @@ from ..transfer import (
     read_report,
     through_outage,
 )
-from .handle import Phase, Publication, PublishProgress
+from .handle import Phase, Publication, PublishProgress, PublishReport, State
 from .hub import Hub, Outgoing
 
 log = logging.getLogger(__name__)
@@ -50,29 +50,17 @@ MOST = 2
 
 
 @dataclass(slots=True)
-class TransferResult:
-    """What became of a publication.
-
-    workers: ids of those that have the version now. failures: worker id -> what went wrong there. readback: whether all
-    of `workers` compared their engines' parameters after the load. superseded: no worker could take it yet, and there
-    is a newer one.
-    """
-
-    committed: bool
-    workers: tuple[str, ...] = ()
-    failures: dict[str, str] = field(default_factory=dict)
-    readback: bool = False
-    superseded: bool = False
-
-
-@dataclass(slots=True)
 class Run:
     """A publication under way. over: why it is not followed to its end. stopped: why it was given up.
+
+    committed: whether it is the pool's, or will be when the first worker comes. failures: worker -> what went wrong.
+    superseded: no worker could take it yet, and there is a newer one.
 
     expected: the workers that were alive when it began. seen: those that have been since. dead: those that are not now.
     later: those that take it later, and when. began: on time.monotonic(), like all times here.
     """
 
+    order: Publication
     told: WeightAnnouncement
     outgoing: Outgoing
     expected: set[str]
@@ -84,6 +72,8 @@ class Run:
     reports: dict[str, TransferReport] = field(default_factory=dict)
     over: str = ""
     stopped: str = ""
+    committed: bool = False
+    failures: dict[str, str] = field(default_factory=dict)
 
     @property
     def served(self) -> tuple[str, ...]:
@@ -94,6 +84,18 @@ class Run:
     def postponed(self) -> bool:
         """Whether nobody takes it yet, and somebody will."""
         return bool(self.later) and not self.outgoing.joined
+
+    def report(self) -> PublishReport:
+        """What became of it."""
+        workers, aborted = self.served, bool(self.order.handle.aborted)
+        lost: State = "aborted" if aborted else "superseded" if self.superseded else "failed"
+        return self.order.report(
+            "committed" if self.committed else lost,
+            workers=workers,
+            failures=self.failures,
+            nbytes=self.outgoing.snapshot.manifest.nbytes,
+            readback=bool(workers) and all(self.reports[worker].readback for worker in workers),
+        )
 
 
 class Sender:
@@ -116,7 +118,7 @@ class Sender:
         """Start to listen. Returns name -> newest version, committed or not; the weights' name is ""."""
         await self._bell.open()
         self._listening = asyncio.create_task(self._bell.listen(self._on_ring))
-        return await self._ledger.newest_of_all()
+        return await self._ledger.newest()
 
     async def close(self) -> None:
         """Offer nothing more, and stop listening."""
@@ -171,7 +173,7 @@ class Sender:
                 run.stopped = why
         self.poke()
 
-    async def send(self, snapshot: Snapshot, order: Publication, begun: Callable[[], None]) -> TransferResult:
+    async def send(self, snapshot: Snapshot, order: Publication, begun: Callable[[], None]) -> PublishReport:
         """Publish a version. Returns when every worker has it, does not take it, or is lost.
 
         begun(): called once it is announced, when `free` says whether the next one may begin.
@@ -180,7 +182,7 @@ class Sender:
         ledger, settings, snapshots = self._ledger, self._settings, self._offered.setdefault(adapter, [])
         expected = await ledger.live_workers()
         if aborted:
-            return TransferResult(committed=False, failures=dict.fromkeys(expected, aborted))
+            return order.report("aborted", failures=dict.fromkeys(expected, aborted), nbytes=snapshot.manifest.nbytes)
         await self._replace(snapshot.manifest.version, adapter)
         epoch = await ledger.new_epoch()
         self._tidy(MOST)
@@ -199,7 +201,7 @@ class Sender:
             digest=snapshot.manifest.fingerprint,
             **said,
         )
-        run = Run(told, outgoing, set(expected), stopped=order.handle.aborted)
+        run = Run(order, told, outgoing, set(expected), stopped=order.handle.aborted)
         for older in list(self._runs.values())[: max(0, len(self._runs) + 1 - MOST)]:
             older.over = f"had not reported when version {told.version} was published"
         self._runs[epoch] = run
@@ -207,9 +209,9 @@ class Sender:
         try:
             await ledger.announce(told)
             begun()
-            result = await self._follow(run, order)
-            await self._close(run, result)
-            outgoing.committed = outgoing.sources.late = result.committed
+            await self._follow(run)
+            await self._close(run)
+            outgoing.committed = outgoing.sources.late = run.committed
         except BaseException:
             outgoing.committed = False
             raise
@@ -221,10 +223,9 @@ class Sender:
                 await asyncio.to_thread(self._hub.withdraw, outgoing, run.stopped or "no worker could take it")
             self._tidy()
             self.poke()
-        if result.failures and not result.superseded:
-            of = f" of adapter {adapter}" if adapter else ""
-            log.warning("version %s%s: %s", told.version, of, result.failures)
-        return result
+        if run.failures and (run.committed or not run.superseded):
+            log.warning("%s: %s", order.name, run.failures)
+        return run.report()
 
     async def _replace(self, version: int, adapter: str) -> None:
         """Give up what nobody has begun to take, and let go of its memory before there is more."""
@@ -235,17 +236,17 @@ class Sender:
             self.poke()
             await self.until(lambda: older.isdisjoint(self._runs))
 
-    async def _close(self, run: Run, result: TransferResult) -> None:
+    async def _close(self, run: Run) -> None:
         """Workers may serve the version by now. So the result is written even if Redis is away for a while."""
         holder = Holder(run.told.version, self._hub.address, run.told.token)
-        lost = {worker: why for worker, why in result.failures.items() if worker not in run.reports}
-        close = partial(self._ledger.close, run.told, result.committed, holder, lost)
-        if await through_outage(close, time.monotonic() + CLOSE_S) and not result.committed:
-            result.committed = True  # a worker has reported it meanwhile
+        lost = {worker: why for worker, why in run.failures.items() if worker not in run.reports}
+        close = partial(self._ledger.close, run.told, run.committed, holder, lost)
+        if await through_outage(close, time.monotonic() + CLOSE_S) and not run.committed:
+            run.committed = True  # a worker has reported it meanwhile
 
-    async def _follow(self, run: Run, order: Publication) -> TransferResult:
-        """Wait until every worker has reported or is lost, or the time is over. Returns the result."""
-        told, now = run.told, time.monotonic()
+    async def _follow(self, run: Run) -> None:
+        """Wait until every worker has reported or is lost, or the time is over."""
+        order, told, now = run.order, run.told, time.monotonic()
         silent_until, deadline = now + told.join_timeout_s, now + told.deadline_s + GRACE_S
         looked, probed, said = now, now, False
         while True:
@@ -275,11 +276,8 @@ class Sender:
             await self._bell.wait(deadline, PROBE_S)
         if self._concerned(run) - run.reports.keys():  # a report may have come that the bell did not bring
             await self._look(run, deadline)
-        failures = {worker: self._why(run, worker, silent_until) for worker in self._concerned(run)}
-        workers = run.served
-        readback = bool(workers) and all(run.reports[worker].readback for worker in workers)
-        committed = bool(workers) or not failures
-        return TransferResult(committed, workers, failures, readback, run.superseded and not committed)
+        run.failures = {worker: self._why(run, worker, silent_until) for worker in self._concerned(run)}
+        run.committed = bool(run.served) or not run.failures
 
     async def _hasten(self, run: Run) -> None:
         """Tell the workers that somebody waits for this version. Those that spare their time take it sooner."""

@@ -69,27 +69,31 @@ def is_tied(model: Any) -> bool | None:
     return None
 
 
-class Dropped:
-    """Tensors of a layout that the engine does not store: it uses others for them, so they must have the same bits."""
+def twins_of(specs: Sequence[TensorSpec], dropped: Iterable[str]) -> dict[int, list[int]]:
+    """Return, for each tensor that the engine does not store, those that it may use for it: like dtype and shape.
 
-    def __init__(self, specs: Sequence[TensorSpec], dropped: Iterable[str]) -> None:
-        """Raises DigestMismatch if no other tensor of the layout has the dtype and shape of a dropped one."""
-        self._specs, names = specs, set(dropped)
-        self._twins: list[tuple[int, list[int]]] = []
-        for index, spec in enumerate(specs):
-            if spec.name not in names:
-                continue
+    They are numbered as in `specs`. Raises DigestMismatch if there is none.
+    """
+    twins: dict[int, list[int]] = {}
+    names = set(dropped)
+    stored = [(number, spec) for number, spec in enumerate(specs) if spec.name not in names]
+    for index, spec in enumerate(specs):
+        if spec.name in names:
             like = (spec.dtype, spec.shape)
-            twins = [n for n, one in enumerate(specs) if one.name not in names and (one.dtype, one.shape) == like]
-            if not twins:
+            twins[index] = [number for number, other in stored if (other.dtype, other.shape) == like]
+            if not twins[index]:
                 raise DigestMismatch(f"tensor {spec.name}: the model has no use for it")
-            self._twins.append((index, twins))
+    return twins
 
-    def check(self, digests: torch.Tensor) -> None:
-        """Compare them. Raises DigestMismatch. digests: (tensors,) int64 on the CPU, the version's."""
-        for index, twins in self._twins:
-            if not (digests[twins] == digests[index]).any():
-                mine, others = hex_of(digests[index : index + 1])[0], hex_of(digests[twins])
-                told = ", ".join(f"{self._specs[n].name} ({value})" for n, value in zip(twins, others, strict=True))
-                name = self._specs[index].name
-                raise DigestMismatch(f"tensor {name}: digest {mine}, but the model is tied and uses {told} for it")
+
+def check_dropped(specs: Sequence[TensorSpec], dropped: Mapping[int, list[int]], digests: torch.Tensor) -> None:
+    """Refuse a tensor that the engine does not store if none of its twins has its bits. Raises DigestMismatch.
+
+    digests: (tensors,) int64 on the CPU, the version's.
+    """
+    for index, twins in dropped.items():
+        if not (digests[twins] == digests[index]).any():
+            mine, others = hex_of(digests[index : index + 1])[0], hex_of(digests[twins])
+            told = ", ".join(f"{specs[n].name} ({value})" for n, value in zip(twins, others, strict=True))
+            name = specs[index].name
+            raise DigestMismatch(f"tensor {name}: digest {mine}, but the model is tied and uses {told} for it")

@@ -1,15 +1,12 @@
-"""Versions and checkpoints on disk, read into buckets."""
+"""Versions and checkpoints on disk, opened alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from ...messages.errors import WeightSyncError
-from ..disk import DiskVersion, SnapshotStore
-from ..disk.checkpoint import VERSION_FOLDER, Checkpoint, checkpoint_format
+from ..disk import VERSION_FOLDER, DiskVersion, SnapshotStore
+from ..disk.checkpoint import Checkpoint, checkpoint_format
 from ..tensors import check_places
 
 
@@ -41,16 +38,3 @@ def open_version(path: str, version: int) -> DiskVersion | Checkpoint:
         opened.close()
         raise
     return opened
-
-
-def read_into(opened: DiskVersion | Checkpoint, buckets: Sequence[torch.Tensor], go_on: Callable[[], None]) -> None:
-    """Read every tensor into its place, and compare its digest on the way.
-
-    Raises DigestMismatch, SnapshotError and its kinds.
-
-    buckets: flat uint8 in host memory. go_on(): asked before each tensor; raises what ends the reading.
-    """
-    for spec, tensor in opened:
-        go_on()
-        place = buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes]
-        place.copy_(tensor.reshape(-1).view(torch.uint8))

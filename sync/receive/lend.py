@@ -6,9 +6,8 @@ trainer, not against this engine.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -19,6 +18,9 @@ from ..plan import CopyPlan, PlanImpossible
 from ..tensors import Place, dtype_named, side_stream
 from ..wire import Brief, Offer
 from .compatibility import TIED
+
+Inside = list[tuple[Place, torch.Tensor]]
+"""The tensors of one bucket, each with its place."""
 
 
 def held_tensors(plan: CopyPlan | None) -> dict[str, torch.Tensor]:
@@ -33,47 +35,32 @@ def held_offer(token: str, told: Brief, plan: CopyPlan) -> Offer:
 
     What it takes to read it back is set up when somebody asks. Who asks an engine that cannot do it is told why.
     """
-    held = _Held(told, plan)
-    offer = Offer(token, lambda: held.ready.manifest, len(told.outline.bucket_nbytes), held.bucket)
+
+    @cache
+    def ready() -> tuple[WeightManifest, list[Inside]]:
+        manifest = told.manifest()
+        return manifest, laid_out(manifest, held_tensors(plan))
+
+    def bucket(index: int) -> torch.Tensor:
+        manifest, laid = ready()
+        inside = laid[index]
+        device = inside[0][1].device if inside else torch.device("cpu")
+        with side_stream(device):
+            made = torch.zeros(manifest.bucket_nbytes[index], dtype=torch.uint8, device=device)
+            fill(made, inside)
+            return made.cpu()
+
+    offer = Offer(token, lambda: ready()[0], len(told.outline.bucket_nbytes), bucket)
     offer.arrived()
     return offer
 
 
-class _Held:
-    def __init__(self, told: Brief, plan: CopyPlan) -> None:
-        self._told, self._plan = told, plan
-        self._lock = threading.Lock()
-        self._ready: _Ready | None = None
-
-    @property
-    def ready(self) -> _Ready:
-        with self._lock:
-            if self._ready is None:
-                self._ready = _ready(self._told.manifest(), held_tensors(self._plan))
-            return self._ready
-
-    def bucket(self, index: int) -> torch.Tensor:
-        ready = self.ready
-        inside = ready.inside[index]
-        device = inside[0][1].device if inside else torch.device("cpu")
-        with side_stream(device):
-            made = torch.zeros(ready.manifest.bucket_nbytes[index], dtype=torch.uint8, device=device)
-            fill(made, inside)
-            return made.cpu()
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    manifest: WeightManifest
-    inside: list[list[tuple[Place, torch.Tensor]]]
-
-
-def _ready(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> _Ready:
-    """tensors: by name. A tied tensor may be missing: another one with its digest has its bits.
+def laid_out(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> list[Inside]:
+    """Return the tensors of each bucket. tensors: by name. A tied one may be missing: another has its digest and bits.
 
     Raises WeightSyncError, which names a tensor that is not kept, or not as it was sent.
     """
-    inside: list[list[tuple[Place, torch.Tensor]]] = [[] for _ in manifest.bucket_nbytes]
+    buckets: list[Inside] = [[] for _ in manifest.bucket_nbytes]
     for spec in manifest.tensors:
         tensor = tensors.get(spec.name)
         if tensor is None and spec.name in TIED:
@@ -84,8 +71,8 @@ def _ready(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> _Re
         if dtype is None or (tensor.dtype, tuple(tensor.shape)) != (dtype, spec.shape):
             raise WeightSyncError(f"the engine holds {spec.name} as {tensor.dtype} {tuple(tensor.shape)}")
         place = Place(spec.name, dtype, spec.shape, spec.bucket, spec.offset, spec.nbytes)
-        inside[spec.bucket].append((place, tensor))
-    return _Ready(manifest, inside)
+        buckets[spec.bucket].append((place, tensor))
+    return buckets
 
 
 def _same_bits(one: TensorSpec, spec: TensorSpec, tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -12,7 +12,7 @@ from ...messages.errors import DigestMismatch
 from ...messages.model import WeightManifest
 from ..plan import CopyPlan, PlanImpossible
 from ..tensors import dtype_named
-from .compatibility import HEAD, TIED, Dropped, Shape, check_dtype, is_tied, loses_nothing
+from .compatibility import HEAD, TIED, Shape, check_dropped, check_dtype, is_tied, loses_nothing, twins_of
 from .verify import Arrival, Readback
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ class Loading:
         Raises DigestMismatch for a tensor that the model has no use for.
         """
         self._model = model
-        self.dropped = Dropped([spec for spec, _ in arrival.views], _dropped(model, plan, arrival, known))
+        self._specs = [spec for spec, _ in arrival.views]
+        self._dropped = twins_of(self._specs, _dropped(model, plan, arrival, known))
         self._by_bucket: list[list[tuple[str, torch.Tensor]]] = [[] for _ in arrival.buckets]
         for spec, view in arrival.views:
             self._by_bucket[spec.bucket].append((spec.name, view))
@@ -54,6 +55,10 @@ class Loading:
     def compares_all(self) -> bool:
         """Whether every tensor is compared in the parameters, by its own digest."""
         return self._readback is not None and self._readback.all_whole
+
+    def check_dropped(self, digests: torch.Tensor) -> None:
+        """Refuse a version of which the model drops a tensor that is not another one's twin. Raises DigestMismatch."""
+        check_dropped(self._specs, self._dropped, digests)
 
     def load(self, bucket: int, *, beside_wire: bool = False) -> None:
         """Queue the copies of one bucket on the current stream. beside_wire: other buckets arrive meanwhile."""

@@ -21,7 +21,7 @@ from ..transfer import TransferOrder, TransferReport
 from ..wire import Brief, Offer, begin
 from .lend import held_offer
 from .loading import Model
-from .pending import Kept, import_early, warm_up
+from .state import RankState, import_early, warm_up
 from .ways import Way, way_of
 
 
@@ -46,7 +46,7 @@ class Receiver:
     ) -> None:
         self.device, self.rank = device, rank
         known = checkpoint_tensors(model_dir) if model_dir else {}
-        self.kept = Kept(device, rank, ranks, known, staging)
+        self.state = RankState(device, rank, ranks, known, staging)
         self._imports = begin(import_early) if recorded else None
         self._pending: Way | None = None  # prepared
         self._under_way: Way | None = None  # to be ended before the next one, if nobody commits it
@@ -61,16 +61,16 @@ class Receiver:
 
         The report's phase is "staged" or "ready" if it went well. What an earlier `prepare` left behind is dropped.
         """
-        kept, began, self._pending = self.kept, time.monotonic(), None
-        kept.lines.newest = order
-        with self._lock, kept.on_device(), short_turns():
+        state, began, self._pending = self.state, time.monotonic(), None
+        state.lines.newest = order
+        with self._lock, state.on_device(), short_turns():
             self._end_under_way()
-            kept.lines.withdraw("its holder takes a newer version")
+            state.lines.withdraw("its holder takes a newer version")
             try:
                 warm_up(self.device)
-                self._under_way = way = way_of(kept, order, began + order.timeout_s)
+                self._under_way = way = way_of(state, order, began + order.timeout_s)
                 if way.transport != "pull":
-                    kept.overwritten()
+                    state.overwritten()
                 way.start()
                 way.rendezvous_s = time.monotonic() - began
                 way.receive()
@@ -85,7 +85,7 @@ class Receiver:
                     self._imports.result()
             except Exception as error:  # whatever torch raises belongs into the report
                 failed = self._under_way
-                kept.lines.withdraw(f"its holder could not take it: {error}")  # who waits for it here asks elsewhere
+                state.lines.withdraw(f"its holder could not take it: {error}")  # who waits for it here asks elsewhere
                 self._end_under_way()
                 self._forget_group_after(error)
                 if failed is not None:
@@ -114,21 +114,21 @@ class Receiver:
                 self._end_under_way()
                 return TransferReport(ok=False, phase="load", error=f"transfer {epoch} is not prepared here")
             self._under_way = None  # this commit ends it, whatever is prepared next
-        began, kept, intact, verify = time.monotonic(), self.kept, True, way.order.verify
+        began, state, intact, verify = time.monotonic(), self.state, True, way.order.verify
         way.phase = "load"
         try:
-            way.begin(at_once=idle and not way.staged and kept.knows(way, model))
+            way.begin(at_once=idle and not way.staged and state.knows(way.told, way.buckets, model))
             if time.monotonic() >= way.deadline:  # the sender has closed it, and may have let go of its buffers
                 raise TransferTimeout("the time for this transfer is over")
-            loading = kept.loading(way, model)
-            loading.dropped.check(way.told.digests)
+            loading = state.loading(way.told, way.buckets, model)
+            loading.check_dropped(way.told.digests)
             way.check(loading)
             intact, self._held = False, None
             way.load(loading)
         except Exception as error:  # whatever torch or the model raises belongs into the report
             way.end()
             self._forget_group_after(error)
-            kept.drop_loading()
+            state.drop_loading()
             return TransferReport(ok=False, phase=way.phase, error=f"{type(error).__name__}: {error}", intact=intact)
         finally:
             way.let_go()
@@ -136,7 +136,7 @@ class Receiver:
         if not way.local:
             self._is_here(way)
         if verify:
-            self._held = way.told, kept.last_plan
+            self._held = way.told, state.last_plan
             self._offer_held(way)
         return way.report(
             "done",
@@ -160,7 +160,7 @@ class Receiver:
             self._lent = True
             if self._held is None or self._held[0].version != version:
                 raise WeightSyncError(f"the engine does not hold version {version}, received and verified")
-            with self.kept.on_device():
+            with self.state.on_device():
                 yield self._held[0].manifest(), self._held[1]
         finally:
             self._lent = False
@@ -170,16 +170,16 @@ class Receiver:
         """Tell the sender that nothing more is needed of it. One that is gone needs no word."""
         if way.who:
             with contextlib.suppress(TransferTimeout):
-                self.kept.lines.done(way.order, way.who)
+                self.state.lines.done(way.order, way.who)
 
     def _offer(self, offer: Offer, order: TransferOrder) -> None:
         offer.arrived()
-        self.kept.lines.put(offer, order)
+        self.state.lines.put(offer, order)
 
     def _offer_held(self, way: Way) -> None:
         """Offer a version that is in the parameters alone, if it can be read back out of them."""
-        plan = self.kept.last_plan
-        if self.kept.lines.offer is None and way.order.token and plan is not None:
+        plan = self.state.last_plan
+        if self.state.lines.offer is None and way.order.token and plan is not None:
             self._offer(held_offer(way.order.token, way.told, plan), way.order)
 
     def stage(self, policy: StagingPolicy) -> None:
@@ -187,17 +187,17 @@ class Receiver:
 
         No effect on a CPU, which always does that.
         """
-        self.kept.stage(policy)
+        self.state.stage(policy)
 
     def forget(self, *, held: bool) -> None:
         """Free all buffers. held: forget which version the parameters hold too, because something else writes them."""
         self._end_under_way()
-        self.kept.lines.withdraw("its holder gives the memory up")
-        self.kept.overwritten()
+        self.state.lines.withdraw("its holder gives the memory up")
+        self.state.overwritten()
         self._pending = None
-        self.kept.drop_buffers()
+        self.state.drop_buffers()
         self._held = None if held else self._held
-        for memory in self.kept.memory.values():
+        for memory in self.state.memory.values():
             memory.release()
 
     # --- after a failure -------------------------------------------------------------------------------------------
@@ -209,4 +209,4 @@ class Receiver:
 
     def _forget_group_after(self, error: Exception) -> None:
         if not isinstance(error, DigestMismatch):
-            self.kept.lines.forget()
+            self.state.lines.forget()

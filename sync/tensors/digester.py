@@ -69,9 +69,8 @@ class Digester:
                 raise InvalidField(
                     f"tensors[{place}]", str(tensor.device), f"on {self._tensors[0].device}, as the first one"
                 )
-        self._device = self._tensors[0].device if self._tensors else None
         self._launch: Launch | None = None
-        if self._device is not None and self._device.type == "cuda":
+        if self._tensors and self._tensors[0].is_cuda:
             # Only here: a trainer or a worker without a GPU has no Triton.
             from . import digest_cuda  # noqa: PLC0415
 
@@ -80,24 +79,13 @@ class Digester:
     def run(self, out: torch.Tensor, nonfinite: torch.Tensor | None = None) -> None:
         """Write the digest of every tensor, as it is now, into `out`.
 
-        out: (n,) int64 on the tensors' device. It gets the digest's 64 bits as a signed number.
-        nonfinite: (n,) int32 there, or None. It gets the number of NaN and infinite elements, at most 2^31 - 1, and 0
-            for a tensor whose dtype is not in COUNTED.
+        out: (n,) int64, contiguous, on the tensors' device. It gets the digest's 64 bits as a signed number.
+        nonfinite: (n,) int32, contiguous, there, or None. It gets the number of NaN and infinite elements, at most
+            2^31 - 1, and 0 for a tensor whose dtype is not in COUNTED.
 
         On CUDA the work is queued on the current stream of the tensors' device, and the host does not wait. Nothing may
-        write the tensors until it is done. Raises InvalidField for an `out` or `nonfinite` of another shape, dtype or
-        device.
+        write the tensors until it is done.
         """
-        count = len(self._tensors)
-        for field, value, dtype in (("out", out, torch.int64), ("nonfinite", nonfinite, torch.int32)):
-            if value is not None and (
-                value.shape != (count,)
-                or value.dtype != dtype
-                or not value.is_contiguous()
-                or self._device not in (None, value.device)
-            ):
-                found = f"{tuple(value.shape)} {value.dtype} on {value.device}"
-                raise InvalidField(field, found, f"contiguous, ({count},) {dtype} on {self._device}")
         if self._launch:
             self._launch.run(out, nonfinite)
         elif self._tensors:
@@ -141,12 +129,12 @@ def hex_of(values: torch.Tensor) -> list[str]:
     return [f"{value & U64:016x}" for value in values.tolist()]
 
 
-def values_of(hexes: Sequence[str], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return digests of 16 hex digits as (n,) int64 on `device`. Raises InvalidField for any other text."""
+def values_of(hexes: Sequence[str]) -> torch.Tensor:
+    """Return digests of 16 hex digits as (n,) int64 on the CPU. Raises InvalidField for any other text."""
     for place, text in enumerate(hexes):
         if len(text) != 16 or not set(text) <= set("0123456789abcdef"):
             raise InvalidField(f"digests[{place}]", text, "16 hex digits, lower case")
-    return torch.tensor([signed(int(text, 16)) for text in hexes], dtype=torch.int64).to(device)
+    return torch.tensor([signed(int(text, 16)) for text in hexes], dtype=torch.int64)
 
 
 def _on_cpu(tensor: torch.Tensor, count: bool) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 Few files: no torch, so everything that follows the ledger may import it.
 """
 
-from .ledger import Epoch, Ledger, LedgerView, TransferRecord, VersionRecord, heard, read_report, through_outage
+from .history import VersionRecord, newest_versions, one_version
+from .ledger import Epoch, Ledger, heard, read_report, through_outage
 from .order import SENDER_GONE, Holder, Phase, TransferOrder, TransferReport, address_of, parts_of
 from .reset import begin_again, offers_no_more
 from .settings import SyncOptions, SyncSettings
@@ -13,18 +14,18 @@ __all__ = [
     "Epoch",
     "Holder",
     "Ledger",
-    "LedgerView",
     "Phase",
     "SyncOptions",
     "SyncSettings",
     "TransferOrder",
-    "TransferRecord",
     "TransferReport",
     "VersionRecord",
     "address_of",
     "begin_again",
     "heard",
+    "newest_versions",
     "offers_no_more",
+    "one_version",
     "parts_of",
     "read_report",
     "through_outage",

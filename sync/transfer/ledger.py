@@ -12,7 +12,7 @@ import binascii
 import json
 import time
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 
 from ...messages.broker import living_workers, tell_shards
 from ...messages.codec import decode, encode
-from ...messages.errors import InvalidField, MessageError, WeightSyncError
+from ...messages.errors import MessageError, WeightSyncError
 from ...messages.model import WeightAnnouncement
 from ...messages.redis import Keys, Ring, name_once, text, whole
 from ...messages.scripts import Scripts, calls
@@ -70,6 +70,18 @@ class Epoch:
     reports: dict[str, TransferReport]
     lost: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def served(self) -> list[str]:
+        """The workers on which it succeeded."""
+        return sorted(worker for worker, report in self.reports.items() if report.ok)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Worker -> why it failed there: its report, or why it had not reported when the transfer was closed."""
+        found = {w: f"{r.phase}: {r.error}" for w, r in self.reports.items() if not r.ok}
+        found |= {worker: why for worker, why in self.lost.items() if worker not in self.reports}
+        return dict(sorted(found.items()))
+
 
 class Ledger:
     """Reads and writes one pool's ledger. Every write is one idempotent script."""
@@ -83,16 +95,6 @@ class Ledger:
     async def committed(self) -> int:
         """Return the newest committed version. 0 is the model as workers load it from disk."""
         return await self._number("committed")
-
-    async def newest(self) -> int:
-        """Return the newest version that was ever announced, committed or not; 0 before the first."""
-        found = await self.redis.hmget(self.keys.weights, "committed", "highest")
-        return max(whole(number, "weights: committed or highest") for number in found)
-
-    async def committed_digest(self) -> tuple[int, str]:
-        """Return the newest committed version and the digest of its manifest, "" if the sender did not give it."""
-        version, digest = await self.redis.hmget(self.keys.weights, "committed", "digest")
-        return whole(version, "weights: committed"), text(digest)
 
     async def open_epoch(self) -> int:
         """Return the number of the transfer under way, 0 for none."""
@@ -228,18 +230,12 @@ class Ledger:
         found = {text(name): version for name, version in raw.items()}
         return {name[8:]: whole(at, f"weights: {name}") for name, at in found.items() if name.startswith("adapter:")}
 
-    async def newest_of_all(self) -> dict[str, int]:
+    async def newest(self) -> dict[str, int]:
         """Return name -> newest version that was ever announced, committed or not; the weights' name is ""."""
-        newest = await self.newest()
-        return await self.newest_adapters() | {"": newest}
-
-    async def newest_adapters(self) -> dict[str, int]:
-        """Return LoRA adapters: name -> newest version that was ever announced, committed or not."""
-        raw = await self.redis.hgetall(self.keys.weights)
-        newest: dict[str, int] = {}
-        for key, version in raw.items():
+        newest = {"": 0}
+        for key, version in (await self.redis.hgetall(self.keys.weights)).items():
             kind, colon, name = text(key).partition(":")
-            if colon and kind in {"adapter", "highest"}:
+            if kind in ({"adapter", "highest"} if colon else {"committed", "highest"}):
                 newest[name] = max(newest.get(name, 0), whole(version, f"weights: {text(key)}"))
         return newest
 
@@ -285,115 +281,3 @@ def _lost(value: bytes | None) -> dict[str, str]:
         return _LOST.validate_json(value) if value else {}
     except ValidationError:
         return {}
-
-
-# --- for people: nothing here decides anything ---------------------------------------------------------------------
-
-FARTHEST = 10_000
-"""Most transfers that LedgerView reads, newest first."""
-PAGE = 64
-
-
-@dataclass(frozen=True, slots=True)
-class TransferRecord:
-    """One transfer (epoch) of a version."""
-
-    number: int
-    epoch: Epoch
-
-    @property
-    def served(self) -> list[str]:
-        """The workers on which it succeeded."""
-        return sorted(worker for worker, report in self.epoch.reports.items() if report.ok)
-
-    @property
-    def failures(self) -> dict[str, str]:
-        """Worker -> why it failed there: its report, or why it had not reported when the transfer was closed."""
-        found = {w: f"{r.phase}: {r.error}" for w, r in self.epoch.reports.items() if not r.ok}
-        found |= {worker: why for worker, why in self.epoch.lost.items() if worker not in self.epoch.reports}
-        return dict(sorted(found.items()))
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRecord:
-    """A version and its transfers, newest first.
-
-    state: announced, committed, failed, given (by an operator's command), or "" if the ledger has only its transfers.
-    announced_at, ended_at: Unix seconds by Redis' clock, None if not known.
-    """
-
-    version: int
-    state: str
-    announced_at: float | None
-    ended_at: float | None
-    transfers: tuple[TransferRecord, ...]
-
-
-class LedgerView:
-    """The ledger for people. It reads one record after the other, so what is announced meanwhile may be missing.
-
-    Records that cannot be read are left out.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    async def versions(self, limit: int = 20) -> list[VersionRecord]:
-        """Return the newest `limit` versions, newest first."""
-        found: dict[int, list[TransferRecord]] = {}
-        async for transfer in self._transfers():
-            version = transfer.epoch.announcement.version
-            if version not in found and len(found) == limit:
-                break
-            found.setdefault(version, []).append(transfer)
-        return [await self._record(version, found[version]) for version in sorted(found, reverse=True)]
-
-    async def version(self, version: int) -> VersionRecord:
-        """Return one version.
-
-        Raises WeightSyncError if the ledger does not have it, InvalidField for a number below 1.
-        """
-        if version < 1:
-            raise InvalidField("version", version, "at least 1; 0 is the model as workers load it from disk")
-        if not await self._ledger.version_state(version):
-            raise WeightSyncError(f"the ledger knows no version {version}: never announced, or more than a week ago")
-        found: list[TransferRecord] = []
-        others = 0  # transfers of others since its last one: those of one version are close together
-        async for transfer in self._transfers():
-            others += 1
-            if transfer.epoch.announcement.version == version:
-                found.append(transfer)
-                others = 0
-            if found and others >= PAGE:
-                break
-        return await self._record(version, found)
-
-    async def _transfers(self) -> AsyncIterator[TransferRecord]:
-        """Yield transfers, newest first, until a page of numbers has none. Older ones have expired."""
-        newest = whole(await self._ledger.redis.hget(self._ledger.keys.weights, "epochs"))
-        missing = 0
-        for number in range(newest, max(0, newest - FARTHEST), -1):
-            try:
-                epoch = await self._ledger.epoch(number)
-            except MessageError:  # written by another major version
-                epoch = None
-            if epoch is not None:
-                missing = 0
-                if not epoch.announcement.adapter:
-                    yield TransferRecord(number, epoch)
-            elif (missing := missing + 1) >= PAGE:
-                return
-
-    async def _record(self, version: int, transfers: list[TransferRecord]) -> VersionRecord:
-        raw = await self._ledger.redis.hgetall(self._ledger.keys.version(version))
-        return VersionRecord(
-            version=version,
-            state=text(raw.get(b"st")),
-            announced_at=_seconds(raw.get(b"at")),
-            ended_at=_seconds(raw.get(b"closed")),
-            transfers=tuple(transfers),
-        )
-
-
-def _seconds(millis: bytes | None) -> float | None:
-    return whole(millis) / 1000 if millis else None

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...messages.model import BUCKET_BYTES, Keep, NonFinitePolicy, UpdateMode, as_invalid_field
 
-STOCK_GONE = (
-    "'own'; updates no longer go through SGLang's own update group: where NCCL does not work, publish with "
-    "gpu_direct=False, which sends over TCP"
-)
-"""The error's text about what is allowed instead of transfer='stock'."""
 ANNOUNCED = {"mode", "join_timeout_s", "transfer_timeout_s", "verify", "nonfinite"}
 """Settings that receivers are told in the announcement."""
 HIGHEST_PORT = 65535
@@ -34,7 +28,6 @@ class SyncOptions(TypedDict, total=False):
     nonfinite: NonFinitePolicy
     gpu_direct: bool
     verify: bool
-    transfer: Literal["own"]
     snapshot_every: int
     keep_snapshots: int
 
@@ -70,8 +63,6 @@ class SyncSettings(BaseModel):
     """False sends over TCP through host memory, even between GPUs: no broadcasts, no CUDA IPC."""
     verify: bool = True
     """False leaves the digests unchecked. It is for measuring what the check costs."""
-    transfer: Literal["own"] = "own"
-    """'own' is the only value. Others were possible in earlier releases."""
     snapshots: str | None = Field(default=None, min_length=1)
     """Folder where committed versions are saved in the background. Workers read them when this trainer is gone, and a
     trainer that starts again may."""
@@ -79,13 +70,6 @@ class SyncSettings(BaseModel):
     """1 saves every committed version, n the first one and then each nth."""
     keep_snapshots: int = Field(default=2, ge=1)
     """Number of newest versions that stay in the folder."""
-
-    @field_validator("transfer", mode="before")
-    @classmethod
-    def _own(cls, value: object) -> object:
-        if value != "own":
-            raise PydanticCustomError("transfer", STOCK_GONE)
-        return value
 
     @classmethod
     def build(cls, **given: Any) -> Self:

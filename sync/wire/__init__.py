@@ -4,7 +4,6 @@ A receiver joins at the sender (`Lines`, `Hub` in sync/publish), which says from
 """
 
 from .brief import Brief, layout_of
-from .broadcaster import Broadcaster
 from .frames import ANSWER, REFUSE, WAIT, Map, Talk
 from .group import (
     MARGIN_S,
@@ -19,13 +18,14 @@ from .group import (
 from .ipc import export_handles, gpu_id, open_handles
 from .lines import Lines, Place
 from .pull import Pull, fetch_manifest
+from .quiet import quiet_torch
 from .shelf import Offer, Shelf
 from .sources import Sources
 from .store import (
     SLICE_S,
-    EpochKeys,
     await_key,
     begin,
+    broadcast_key,
     join_store,
     local_end,
     own_address_towards,
@@ -39,8 +39,6 @@ __all__ = [
     "SLICE_S",
     "WAIT",
     "Brief",
-    "Broadcaster",
-    "EpochKeys",
     "Group",
     "Lines",
     "Map",
@@ -54,6 +52,7 @@ __all__ = [
     "await_broadcasts",
     "await_key",
     "begin",
+    "broadcast_key",
     "check_unbroken",
     "export_handles",
     "fetch_manifest",
@@ -66,5 +65,6 @@ __all__ = [
     "open_group",
     "open_handles",
     "own_address_towards",
+    "quiet_torch",
     "serve_store",
 ]

@@ -24,7 +24,7 @@ from .store import join_store, local_end, why_broken
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's place in a cell, for one broadcast. number: of the broadcast, for `EpochKeys`.
+    """A rank's place in a cell, for one broadcast. number: of the broadcast, for `broadcast_key`.
 
     go: the broadcast begins at once, because all of the cell have said that they are ready.
     """

@@ -124,10 +124,9 @@ class Pull:
         self._avoid: set[str] = set()
         self._source: Source | None = None
         self._address, self._stall_s, self._wrong = "", STALL_S, 0
-        self._host: torch.Tensor | None = None
 
     def run(self, buckets: Sequence[torch.Tensor], missing: Sequence[int], deadline: float) -> None:
-        """Fill buckets. Blocks. buckets: flat uint8 tensors. missing: the numbers of those to fill, in their order.
+        """Fill buckets, flat uint8 tensors in host memory. Blocks. missing: the numbers of those to fill, in order.
 
         Raises TransferTimeout at `deadline` (time.monotonic), or as soon as `broken` returns a reason, and
         DigestMismatch, which names the source, if every source sent something else.
@@ -155,14 +154,11 @@ class Pull:
 
     def _take(self, index: int, following: int | None, bucket: torch.Tensor, deadline: float) -> bool:
         """Fill one bucket. Returns False if the source failed. following: the next one, to be asked for ahead."""
-        into = bucket if bucket.device.type == "cpu" else self._on_host(bucket.numel())
         try:
             source = self._source = self._source or Source(self._address, self._token)
-            source.fetch(index, memoryview(into.numpy()), self._stall_s, deadline, self._broken)
+            source.fetch(index, memoryview(bucket.numpy()), self._stall_s, deadline, self._broken)
             if following is not None:
                 source.ahead(following)
-            if into is not bucket:
-                bucket.copy_(into)
             self._arrived(index)
         except (TransferTimeout, OSError) as error:
             log.info("bucket %d: %s; another source is asked", index, error)
@@ -176,11 +172,6 @@ class Pull:
         self._avoid.add(self._address)
         self._leave()
         return False
-
-    def _on_host(self, nbytes: int) -> torch.Tensor:
-        if self._host is None or self._host.numel() < nbytes:
-            self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return self._host[:nbytes]
 
     def _leave(self) -> None:
         source, self._source = self._source, None

@@ -34,11 +34,14 @@ EXIT_S = 2.0
 
 def within(seconds: float, work: Callable[[], T]) -> T:
     """Return or raise what `work` does. Raises TimeoutError after `seconds`; `work` then goes on alone."""
-    future = begin(work)
+    return _answer(begin(work), seconds)
+
+
+def _answer(future: Future[T], seconds: float) -> T:
     try:
         return future.result(max(0.0, seconds))
     except TimeoutError:
-        if future.done():
+        if future.done():  # it is the work's own
             return future.result()
         raise TimeoutError(f"no answer within {seconds:.1f} s") from None
 
@@ -105,12 +108,10 @@ class BoundedStore:
         future: Future[Any] = Future()
         self._turns.put((work, future))
         try:
-            return future.result(ANSWER_S)
-        except TimeoutError:
-            if future.done():
-                return future.result()
-            self._silent = True
-            raise RuntimeError(f"no answer within {ANSWER_S:.1f} s") from None
+            return _answer(future, ANSWER_S)
+        except TimeoutError as error:
+            self._silent = not future.done()
+            raise RuntimeError(str(error)) from None
 
 
 def _serve(turns: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
@@ -151,17 +152,14 @@ def local_end(host: str) -> str:
     return own_address_towards(f"tcp://[{host}]:1" if ":" in host else f"tcp://{host}:1")
 
 
-def serve_store(host: str, port: int = 0) -> Any:
-    """Start the trainer's rendezvous store, which serves every epoch. port: 0 for a free one, see `store.port`.
-
-    Raises WeightSyncError if it cannot listen there, for example because another process has the port.
-    """
+def serve_store(host: str) -> Any:
+    """Start the trainer's rendezvous store on a free port, `store.port`. Raises WeightSyncError if it cannot listen."""
     try:
         return TCPStore(
-            host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=30)
+            host, 0, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=30)
         )
     except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
-        raise WeightSyncError(f"no rendezvous store can listen on {host}:{port}: {error}") from error
+        raise WeightSyncError(f"no rendezvous store can listen on {host}: {error}") from error
 
 
 def never() -> str:
@@ -199,20 +197,14 @@ def _result(connecting: Future[Any], until: float, broken: Callable[[], str]) ->
                 raise TimeoutError from None
 
 
-class EpochKeys:
-    """Keys in the store that belong to one broadcast in a cell.
+def broadcast_key(number: str, what: str) -> str:
+    """Return the key in the store of one broadcast in a cell.
 
-    broken: why the sender has given it up. It exists only then.
-    go: set by the sender when every rank is ready. From then on receivers may overwrite the weights that they have.
+    what: "broken": why the sender has given it up. It exists only then.
+        "go": set by the sender when every rank is ready. From then on receivers may overwrite the weights that they
+        have. "ready/<rank>": set by that rank when it has its buffers and waits for the first bucket.
     """
-
-    def __init__(self, number: str) -> None:
-        self._prefix = prefix = f"broadcast-{number}"
-        self.broken, self.go = f"{prefix}/broken", f"{prefix}/go"
-
-    def ready(self, rank: int) -> str:
-        """The key that `rank` sets when it has its buffers and waits for the first bucket."""
-        return f"{self._prefix}/ready/{rank}"
+    return f"broadcast-{number}/{what}"
 
 
 def await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> None:
@@ -235,7 +227,7 @@ def await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], 
 
 def why_broken(store: Any, number: str) -> Callable[[], str]:
     """Return a function that says why the sender has given a broadcast up, or is gone; "" if neither."""
-    key = EpochKeys(number).broken
+    key = broadcast_key(number, "broken")
 
     def ask() -> str:
         try:

@@ -71,13 +71,14 @@ def test_a_replay_does_not_wait_for_the_gpu() -> None:
             rows.copy_(tensor if name == "first" else tensor[:, :256])
             model.weight.data[60:].fill_(0)
 
+    model.load_weights = load
     tensors = {
         "first": torch.randn(20, 512, dtype=torch.bfloat16, device="cuda"),
         "second": torch.randn(40, 512, device="cuda"),
     }
     snapshot = PackedWeights(1, tensors.items()).snapshot()
     buckets = [bucket.cuda() for bucket in snapshot.buckets]
-    [bound] = CopyPlan.trace(model, snapshot.manifest.tensors, load).for_layout(buckets)
+    [bound] = CopyPlan.trace(model, snapshot.manifest.tensors).for_layout(buckets)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -93,18 +93,17 @@ class AdapterFollower:
         return report
 
     async def _take(self, order: TransferOrder, name: str) -> TransferReport:
-        from ...sync.adapters import Fetch  # noqa: PLC0415 – torch: only where adapters are published
+        from ...sync.adapters import receive_adapter  # noqa: PLC0415 – torch: only where adapters are published
         from ...sync.wire import Lines  # noqa: PLC0415
 
         version = order.version
         if FEATURE not in self._engine.info.features:
             return TransferReport(ok=False, phase="load", error=NOT_ENABLED)
         self._lines = self._lines or Lines(None, 0, 1)
-        fetch = Fetch(self._lines, order, name)
         try:
-            adapter = await asyncio.to_thread(fetch.run)
+            adapter = await asyncio.to_thread(receive_adapter, self._lines, order, name)
         except Exception as error:  # torch may raise anything: it goes into the report
-            return TransferReport(ok=False, phase=fetch.phase, error=f"{type(error).__name__}: {error}")
+            return TransferReport(ok=False, phase="receive", error=f"{type(error).__name__}: {error}")
         try:
             await self.load(adapter)
         except EngineDead as error:

@@ -194,7 +194,7 @@ async def test_a_workers_rarer_duties(url: Url, admin: redis.asyncio.Redis) -> N
         assert await ledger.heading() == (0, "", announcement.epoch)
         assert await ledger.goes_on(announcement)
         await ledger.report(announcement, "last", TransferReport(True, "done", holder="h:1"))
-        assert await ledger.committed_digest() == (announcement.version, announcement.digest)
+        assert (await ledger.heading())[:2] == (announcement.version, announcement.digest)
         here = Holder(announcement.version, "h:1", announcement.token)
         assert await ledger.holders(announcement.version) == (None, [here])
         await ledger.holds("late", here)

@@ -177,7 +177,6 @@ def test_values_of_the_environment_are_json_or_text() -> None:
         ("job: {min_tokens: 5, max_tokens: 4}", "at most max_new_tokens=4"),
         ("job: {priority: urgent}", "job.priority='urgent'"),
         ("publisher: {mode: fast}", "publisher.mode='fast': Input should be 'resume', 'in_place', 'drain' or 'auto'"),
-        ("publisher: {transfer: stock}", "publisher.transfer='stock': 'own'; updates no longer go through"),
         ("publisher: {port: any}", "publisher.port='any': Input should be a valid integer"),
         ("publisher: {transfer_timeout_s: -1}", "publisher.transfer_timeout_s=-1: Input should be greater than 0"),
         ("publisher: {verify: 2}", "publisher.verify=2: Input should be a valid boolean"),

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.plan.plan import CopyPlan, PlanImpossible
+from rolloutmq.sync.plan import CopyPlan, PlanImpossible
 from rolloutmq.sync.tensors.digester import digest
 
 BUCKET_BYTES = 100_000

@@ -29,8 +29,9 @@ from typing import Any
 import torch
 
 from rolloutmq.sync.receive import loading, verify
-from rolloutmq.sync.receive.pending import Kept, Pending, warm_up
 from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.receive.state import RankState, warm_up
+from rolloutmq.sync.receive.ways import Way
 from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.transfer.order import TransferOrder
 from rolloutmq.sync.wire import frames, group, lines, pull, shelf
@@ -84,7 +85,7 @@ class Stream:
 def without_streams(patch: Any = setattr) -> None:
     """Let an engine on a CPU be in a cell: gloo's work is over when a call returns, on no stream."""
     patch(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    patch(Kept, "streams", lambda _: (Stream(), Stream()))
+    patch(RankState, "streams", lambda _: (Stream(), Stream()))
 
 
 class Fault:
@@ -154,7 +155,7 @@ def watch(fault: Fault) -> None:
     watched(fault, lines, "open_group", "rendezvous")
     watched(fault, group.GlooGroup, "__init__", "connect")
     watched(fault, group.NcclGroup, "__init__", "connect")
-    watched(fault, Pending, "say_ready", "ready")
+    watched(fault, Way, "say_ready", "ready")
     watched(fault, group.GlooGroup, "broadcast", "broadcast")
     watched(fault, group.NcclGroup, "broadcast", "broadcast")
     watched(fault, pull.Source, "fetch", "fetch")
@@ -216,11 +217,11 @@ def main(pipe: Connection, told: dict[str, Any]) -> None:
         elif "digests" in question:
             answer = model.digests()
         elif "address" in question:
-            answer = mine.kept.lines.address
+            answer = mine.state.lines.address
         elif "group" in question:
-            answer = mine.kept.lines.group.name if mine.kept.lines.group is not None else ""
+            answer = mine.state.lines.group.name if mine.state.lines.group is not None else ""
         elif "leave" in question:
-            mine.kept.lines.drop_group()
+            mine.state.lines.drop_group()
         elif "fault" in question:
             fault.set(**question["fault"])
         pipe.send(answer)

@@ -13,7 +13,7 @@ from support.specimens.messages import job
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import Broker, SamplingParams
-from rolloutmq.sync.receive.pending import warm_up
+from rolloutmq.sync.receive.state import warm_up
 from rolloutmq.sync.transfer.ledger import Ledger
 
 WEIGHTS = {"first": torch.arange(10.0), "second": torch.ones(5, dtype=torch.int8), "third": torch.zeros(3)}

@@ -20,6 +20,7 @@ from support.peers.disk_weights import bits, check_versions, leftovers, snapshot
 
 from rolloutmq.messages import DigestMismatch, InvalidField, TensorSpec, WeightManifest
 from rolloutmq.ops.tiny_model import write_tiny_model
+from rolloutmq.sync.disk import folder as disk_folder
 from rolloutmq.sync.disk.errors import BrokenSnapshot, NoSuchSnapshot, SnapshotConflict, SnapshotError
 from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.sync.packing.packing import PackedWeights
@@ -49,10 +50,7 @@ def test_every_bit_comes_back(store: SnapshotStore) -> None:
         for name, tensor in tensors(1).items():
             assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape)
             assert bits(back[name]) == bits(tensor)
-        again = found.snapshot()
         found.verify()
-    assert again.manifest == sent.manifest
-    assert [bits(bucket) for bucket in again.buckets] == [bits(bucket) for bucket in sent.buckets]
 
 
 def test_other_readers_of_checkpoints(store: SnapshotStore) -> None:
@@ -183,7 +181,7 @@ def test_names_that_are_no_versions(store: SnapshotStore, tmp_path: Path) -> Non
 
 
 def test_what_a_live_writer_writes_is_not_taken_away(store: SnapshotStore, tmp_path: Path) -> None:
-    with store._folder.draft(1) as draft:
+    with store.draft(1) as draft:
         (draft.path / "model").write_text("half")
         other = SnapshotStore(tmp_path / "versions")
         other.save(snapshot(2))
@@ -192,18 +190,20 @@ def test_what_a_live_writer_writes_is_not_taken_away(store: SnapshotStore, tmp_p
     assert leftovers(tmp_path / "versions") == []
 
 
-def test_nobody_waits_for_ever_for_a_lock(store: SnapshotStore, tmp_path: Path) -> None:
+def test_nobody_waits_for_ever_for_a_lock(
+    store: SnapshotStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = store.save(snapshot(1))
-    hasty = SnapshotStore(tmp_path / "versions", lock_timeout_s=0.05)
+    monkeypatch.setattr(disk_folder, "LOCK_TIMEOUT_S", 0.05)
     with open(tmp_path / "versions" / ".lock", "rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        for ask in (lambda: hasty.save(snapshot(2)), hasty.collect, lambda: hasty.pin(1)):
+        for ask in (lambda: store.save(snapshot(2)), store.collect, lambda: store.pin(1)):
             with pytest.raises(SnapshotError, match="locked by another process"):
                 ask()
     with open(path / "rolloutmq.json", "rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(SnapshotError, match="locked by another process"):
-            hasty.load(1)
+            store.load(1)
     assert check_versions(store, tmp_path / "versions") == [1]
 
 

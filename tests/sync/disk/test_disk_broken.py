@@ -102,13 +102,6 @@ def test_an_index_that_somebody_has_edited(store: SnapshotStore) -> None:
         store.load(1)
 
 
-@pytest.mark.parametrize("change", [{"bucket_nbytes": [1 << 50] * 3}, {"bucket_nbytes": [64]}, {"bucket_nbytes": []}])
-def test_no_memory_is_taken_for_buckets_that_cannot_be(store: SnapshotStore, change: dict[str, Any]) -> None:
-    spoil_index(lambda raw: raw["manifest"].update(change))(store.save(snapshot(1)))
-    with store.load(1) as found, pytest.raises(BrokenSnapshot, match=r"rolloutmq\.json: "):
-        found.snapshot()
-
-
 def test_every_flipped_byte_is_found(store: SnapshotStore) -> None:
     """In headers, tensors, the weight map and the index; in a tensor with its name and the file's."""
     path = store.save(snapshot(1))
@@ -130,8 +123,6 @@ def test_every_flipped_byte_is_found(store: SnapshotStore) -> None:
             if tensor := places.get((name, place)):
                 assert caught.type is DigestMismatch
                 assert f"tensor {tensor} in {path / name}" in str(caught.value)
-                with store.load(1) as found, pytest.raises(DigestMismatch, match=tensor):
-                    found.snapshot()
         (path / name).write_bytes(content)
     with store.load(1) as found:
         found.verify()

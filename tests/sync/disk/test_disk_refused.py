@@ -101,7 +101,7 @@ def test_old_versions_that_cannot_be_removed_do_not_fail_a_save(
     def refuse(*args: Any, **more: Any) -> None:
         raise SnapshotError("no")
 
-    monkeypatch.setattr(store._folder, "collect", refuse)
+    monkeypatch.setattr(store, "collect", refuse)
     store.save(snapshot(1))
     assert store.versions() == [1]
     assert "could not be removed" in caplog.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,9 @@ import pytest
 from support.pools.late import check_equal, is_waiting, publish, publish_and_leave, publisher, serve, weights
 from support.pools.pool import eventually, worker
 
-from rolloutmq import WeightPublisher
-from rolloutmq.messages import InvalidField
+from rolloutmq.sync.disk import DiskVersion
 from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.receive import from_disk
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -82,18 +80,16 @@ async def test_a_snapshot_that_is_not_the_version_is_refused_and_others_are_aske
 async def test_reading_stops_for_a_transfer(redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await publish_and_leave(redis_db, 1, snapshots=tmp_path)
     reading, go_on = threading.Event(), threading.Event()
-    honest = from_disk.read_into
+    honest = DiskVersion.__iter__
 
-    def slowly(opened: Any, buckets: Any, ask: Callable[[], None]) -> None:
-        def asked() -> None:
+    def slowly(self: DiskVersion) -> Iterator[Any]:
+        for pair in honest(self):
+            yield pair
             reading.set()
             while not go_on.is_set():
-                ask()
-            ask()
+                yield pair
 
-        honest(opened, buckets, asked)
-
-    monkeypatch.setattr("rolloutmq.sync.receive.ways.read_into", slowly)
+    monkeypatch.setattr(DiskVersion, "__iter__", slowly)
     async with worker(redis_db, snapshots=str(tmp_path)) as late, publisher(redis_db) as source:
         await asyncio.to_thread(reading.wait, 10)
         assert (await publish(source, 2)).workers == (late.id,)
@@ -149,8 +145,6 @@ async def test_saving_delays_nothing_and_the_newest_wins(redis_db: str, tmp_path
 
 
 async def test_which_versions_are_saved(redis_db: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidField, match="snapshot_every=0"):
-        WeightPublisher(redis_db, snapshots=tmp_path, snapshot_every=0)
     async with publisher(redis_db, snapshots=tmp_path, snapshot_every=3, keep_snapshots=2) as source:
         for version in range(1, 9):
             await publish(source, version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 from rolloutmq.messages import InvalidField
 from rolloutmq.messages.model.weights import TensorSpec
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.plan.plan import Bound, CopyPlan, PlanImpossible, Source
+from rolloutmq.sync.plan import Bound, CopyPlan, PlanImpossible
+from rolloutmq.sync.plan.trace import Source
 from rolloutmq.sync.tensors.digester import digest
 
 WIDTH, INNER, EXPERTS, ROWS, PADDED = 8, 6, 3, 10, 12
@@ -67,6 +69,14 @@ class Layer(nn.Module):
             half.copy_(loaded.to(half.dtype)[self.rank * size : (self.rank + 1) * size].contiguous())
 
 
+class Loads(nn.Module):
+    """A model whose loader is this function."""
+
+    def __init__(self, load: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.load_weights = load
+
+
 def checkpoint(dtype: torch.dtype = torch.float32, **extra: torch.Tensor) -> Tensors:
     tensors = {"embed": torch.randn(ROWS, WIDTH), "head": torch.randn(ROWS, WIDTH)}
     tensors |= {name: torch.randn(WIDTH, WIDTH) for name in ("q", "k", "v", "out")}
@@ -80,7 +90,7 @@ def checkpoint(dtype: torch.dtype = torch.float32, **extra: torch.Tensor) -> Ten
 def bind(plan: CopyPlan, tensors: Tensors) -> Bound:
     """The copies of these tensors, out of one bucket."""
     snapshot = PackedWeights(1, tensors.items()).snapshot()
-    (bound,) = plan.for_layout(snapshot.buckets, snapshot.manifest.tensors)
+    (bound,) = plan.for_layout(snapshot.buckets)
     return bound
 
 
@@ -168,27 +178,6 @@ def test_names_without_effect_and_parameters_without_source() -> None:
     assert plan.missing == ["w13", "scale"]
 
 
-def test_binding_some_names_touches_nothing_else() -> None:
-    tensors = checkpoint()
-    model = Layer()
-    before, expected = state(model), loaded_by_hand(model, tensors)
-    plan = CopyPlan.trace(model, specs_of(tensors))
-    bind(plan, {name: tensors[name] for name in ("k", "experts.0.down")}).run()
-    before["qkv"][WIDTH : 2 * WIDTH] = expected["qkv"][WIDTH : 2 * WIDTH]
-    before["w2"][0] = expected["w2"][0]
-    assert_same(model, before)
-
-
-def test_a_newer_layout_of_the_same_tensors_needs_no_new_plan() -> None:
-    model, tensors = Layer(), checkpoint()
-    plan = CopyPlan.trace(model, specs_of(tensors))
-    expected = loaded_by_hand(model, tensors)
-    other = PackedWeights(2, tensors.items(), 500).snapshot()
-    for bound in plan.for_layout(other.buckets, other.manifest.tensors):
-        bound.run()
-    assert_same(model, expected)
-
-
 def test_buckets_may_take_turns_in_one_buffer() -> None:
     model, tensors = Layer(), checkpoint()
     snapshot = PackedWeights(2, tensors.items(), 500).snapshot()
@@ -219,11 +208,6 @@ def test_what_is_bound_must_be_what_was_traced() -> None:
     tensors = checkpoint()
     snapshot = PackedWeights(1, tensors.items()).snapshot()
     plan = CopyPlan.trace(Layer(), snapshot.manifest.tensors)
-    for wrong in (tensors["q"].bfloat16(), tensors["q"][:4]):
-        with pytest.raises(InvalidField, match="q"):
-            bind(plan, {"q": wrong})
-    with pytest.raises(InvalidField, match="a name that the plan was made with"):
-        bind(plan, {"x": tensors["q"]})
     last = snapshot.manifest.tensors[-1]
     with pytest.raises(InvalidField, match="inside"):
         plan.for_layout([snapshot.buckets[0][: last.offset + last.nbytes - 1]])
@@ -231,9 +215,7 @@ def test_what_is_bound_must_be_what_was_traced() -> None:
         plan.for_layout([])
     spec = snapshot.manifest.tensors[0]
     with pytest.raises(InvalidField, match="aligned"):
-        plan.for_layout(snapshot.buckets, [spec.model_copy(update={"offset": 2})])
-    with pytest.raises(InvalidField, match="bfloat16"):
-        plan.for_layout(snapshot.buckets, [spec.model_copy(update={"dtype": "bfloat16"})])
+        CopyPlan.trace(Layer(), [spec.model_copy(update={"offset": 2})]).for_layout(snapshot.buckets)
     with pytest.raises(InvalidField, match="every name once"):
         CopyPlan.trace(Layer(), [spec, spec])
     with pytest.raises(InvalidField, match="a torch dtype"):
@@ -359,10 +341,10 @@ def test_views_of_any_kind_are_followed(what: str, mode: Callable[[], AbstractCo
 
 def test_parameters_in_one_flat_storage_are_told_apart() -> None:
     flat = torch.randn(20)
-    model = nn.Module()
+    model = Loads(lambda pairs: [model.second.data.copy_(w) for _, w in pairs])
     model.first, model.second = nn.Parameter(flat[:8].view(2, 4)), nn.Parameter(flat[8:20].view(3, 4))
     tensors = {"second": torch.randn(3, 4)}
-    plan = CopyPlan.trace(model, specs_of(tensors), lambda pairs: [model.second.data.copy_(w) for _, w in pairs])
+    plan = CopyPlan.trace(model, specs_of(tensors))
     assert plan.missing == ["first"]
     bind(plan, tensors).run()
     assert torch.equal(flat[8:].view(3, 4), tensors["second"])
@@ -370,28 +352,28 @@ def test_parameters_in_one_flat_storage_are_told_apart() -> None:
 
 def test_parameters_that_lie_in_one_another_have_no_plan() -> None:
     flat = torch.randn(20)
-    model = nn.Module()
+    model = Loads(list)
     model.first, model.second = nn.Parameter(flat[:12]), nn.Parameter(flat[8:])
     with pytest.raises(PlanImpossible, match="second"):
-        CopyPlan.trace(model, specs_of({"w": torch.randn(4)}), list)
+        CopyPlan.trace(model, specs_of({"w": torch.randn(4)}))
 
 
 @pytest.mark.slow
 def test_thousands_of_expert_slices_are_settled_quickly() -> None:
     """A broken plan of this size would be seen by its coverage; the time limit is the test runner's own."""
     experts = 2048
-    model = nn.Module()
-    model.w13 = nn.Parameter(torch.zeros(experts, 4, 6))
 
     def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in pairs:
             expert, half = divmod(int(name), 2)
             model.w13.data[expert].narrow(1, 3 * half, 3).copy_(tensor)
 
+    model = Loads(load)
+    model.w13 = nn.Parameter(torch.zeros(experts, 4, 6))
     tensors = {str(index): torch.full((4, 3), float(index)) for index in range(2 * experts)}
-    plan = CopyPlan.trace(model, specs_of(tensors), load)
+    plan = CopyPlan.trace(model, specs_of(tensors))
     assert plan.missing == []
     bind(plan, tensors).run()
     assert torch.equal(model.w13[:, 0, 0], torch.arange(0.0, 2 * experts, 2))
     del tensors["4095"]
-    assert CopyPlan.trace(model, specs_of(tensors), load).missing == ["w13"]
+    assert CopyPlan.trace(model, specs_of(tensors)).missing == ["w13"]

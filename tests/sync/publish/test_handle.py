@@ -100,7 +100,7 @@ async def test_what_is_not_announced_yet_never_is(
         assert not handle.done()
         digesting.go()
         assert (await asyncio.to_thread(handle.wait, 60)).state == "aborted"
-        assert await ledger.newest() == 0
+        assert await ledger.newest() == {"": 0}
 
 
 async def test_amid_the_buckets_the_old_weights_serve_on(

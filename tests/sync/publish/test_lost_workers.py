@@ -23,7 +23,6 @@ from rolloutmq.sync.publish.hub import Hub, Outgoing
 from rolloutmq.sync.receive import ways
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
-from rolloutmq.sync.wire import Offer
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 NEVER_S = 600.0
@@ -77,48 +76,6 @@ async def publish(source: WeightPublisher, version: int) -> Any:
 
 async def ended(handle: PublishHandle) -> Any:
     return await asyncio.to_thread(handle.wait, 60)
-
-
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=lambda how: how.name)
-@pytest.mark.parametrize("when", ["before it hears of it", "amid the buckets"])
-async def test_who_is_lost_is_named_and_nobody_else(
-    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch, how: signal.Signals, when: str
-) -> None:
-    send, free = Offer.send, threading.Event()
-
-    def held(self: Offer, *told: Any) -> None:
-        assert free.wait(60)
-        send(self, *told)
-
-    async with (
-        worker(redis_db, lease_s=NEVER_S) as one,
-        worker(redis_db, lease_s=NEVER_S) as two,
-        victim(redis_db, broker) as lost,
-        publisher(redis_db, bucket_bytes=2048, **PATIENT) as source,
-    ):
-        others = {one.id, two.id}
-        report = await publish(source, 1)
-        assert (set(report.workers), report.failures) == ({*others, lost.id}, {})
-        with monkeypatch.context() as patch:
-            if when == "amid the buckets":
-                patch.setattr(Offer, "send", held)
-                handle = begin(source, 2)
-                await eventually(lambda: set(handle.progress().workers) == {*others, lost.id})
-                lost.signal(how)
-                free.set()
-            else:
-                lost.signal(how)
-                handle = begin(source, 2)
-            report = await ended(handle)
-        assert (report.state, set(report.workers)) == ("committed", others)
-        assert report.failures == {lost.id: WHY[how]}
-        report = await publish(source, 3)
-        assert (set(report.workers), report.failures) == (others, {lost.id: WHY[how]})
-        if how == signal.SIGSTOP:
-            lost.signal(signal.SIGCONT)
-            await eventually(lambda: is_version(lost, 3), what="it catches up by itself")
-            report = await publish(source, 4)
-            assert (set(report.workers), report.failures) == ({*others, lost.id}, {})
 
 
 async def test_the_next_versions_begin_while_a_stopped_worker_is_waited_for(

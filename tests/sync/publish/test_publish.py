@@ -252,15 +252,6 @@ async def test_torchruns_environment_does_not_matter(redis_db: str, monkeypatch:
         assert (await publish(source, 1)).workers == (running.id,)
 
 
-def test_settings_that_are_wrong(redis_db: str) -> None:
-    for wrong in ({"mode": "whenever"}, {"keep": "nowhere"}, {"nonfinite": "mend"}):
-        ((name, value),) = wrong.items()
-        with pytest.raises(InvalidField, match=f"{name}='{value}'"):
-            WeightPublisher(redis_db, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidField, match="pool="):
-        WeightPublisher(redis_db, "no spaces")
-
-
 class Gate:
     """Holds the digests of a publication up."""
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from support.peers.publishing import publish, publisher
 from support.pools.pool import eventually, worker
-from support.specimens import adapters
 
 from rolloutmq.messages import WeightSyncError
 from rolloutmq.sync.transfer.ledger import Holder, Ledger
@@ -104,17 +103,3 @@ async def test_a_first_version_that_no_worker_took_is_not_committed_later(
         assert await ledger.version_state(2) == "failed"
         assert running.generation.version == 0
         assert (await publish(source, 3)).state == "committed"
-
-
-@pytest.mark.parametrize("call", ["new_epoch", "announce", "close"])
-async def test_an_adapter_whose_publish_raised_is_not_kept(
-    redis_db: str, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    async with worker(redis_db, engine=ScriptedEngine(lora=True)), publisher(redis_db) as source:
-        assert (await adapters.publish(source, "math", 1)).state == "committed"
-        assert offered(source) == [1]
-        failing(monkeypatch, call)
-        with pytest.raises(WeightSyncError, match="the ledger fails"):
-            await adapters.publish(source, "math", 2)
-        monkeypatch.undo()
-        assert offered(source) == [1]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from pathlib import Path
 
 import pytest
-from support.peers.publishing import WEIGHTS, publisher
+from support.peers.publishing import WEIGHTS, publish, publisher
 from support.pools.pool import dump, eventually, worker
 
 from rolloutmq import InvalidField
 from rolloutmq.messages import WeightSyncError
+from rolloutmq.messages.errors import MalformedMessage
 from rolloutmq.messages.model.weights import WeightAnnouncement
+from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -25,17 +27,16 @@ def announcement(version: int, epoch: int) -> WeightAnnouncement:
 
 async def test_a_number_that_was_announced_is_not_given_again(redis_db: str, ledger: Ledger) -> None:
     """A trainer died before its version was committed: some worker may serve it, with nobody's word for it."""
-    assert await ledger.newest() == 0
+    assert await ledger.newest() == {"": 0}
     await ledger.announce(announcement(5, await ledger.new_epoch()))
     with pytest.raises(WeightSyncError, match="version 3: another trainer"):
         await ledger.announce(announcement(3, await ledger.new_epoch()))
-    assert (await ledger.newest(), await ledger.committed()) == (5, 0)
+    assert (await ledger.newest(), await ledger.committed()) == ({"": 5}, 0)
     async with publisher(redis_db) as source:
         assert source.last_version == 5
         with pytest.raises(InvalidField, match="version=5"):
             source.publish(5, WEIGHTS.items())
-        report = await asyncio.to_thread(source.publish(6, WEIGHTS.items()).wait, 60)
-        assert report.state == "committed"
+        assert (await publish(source, 6)).state == "committed"
 
 
 async def test_every_rank_of_a_trainer_knows_the_next_version(
@@ -58,8 +59,7 @@ async def test_nor_is_an_adapters(redis_db: str, ledger: Ledger) -> None:
     await ledger.announce(told)
     with pytest.raises(WeightSyncError, match="version 2: another trainer"):
         await ledger.announce(told.model_copy(update={"version": 2, "epoch": await ledger.new_epoch()}))
-    assert (await ledger.newest_adapters(), await ledger.adapters()) == ({"tutor": 4}, {})
-    assert await ledger.newest() == 0  # a counter of its own
+    assert (await ledger.newest(), await ledger.adapters()) == ({"": 0, "tutor": 4}, {})  # a counter of its own
 
 
 class Picky(ScriptedEngine):
@@ -73,8 +73,8 @@ class Picky(ScriptedEngine):
 
 async def test_a_version_that_nobody_took_is_not_what_late_workers_get(redis_db: str, ledger: Ledger) -> None:
     async with worker(redis_db, engine=Picky()), publisher(redis_db) as source:
-        assert (await asyncio.to_thread(source.publish(1, WEIGHTS.items()).wait, 60)).state == "committed"
-        assert (await asyncio.to_thread(source.publish(2, WEIGHTS.items()).wait, 60)).state == "failed"
+        assert (await publish(source, 1)).state == "committed"
+        assert (await publish(source, 2)).state == "failed"
         async with worker(redis_db, engine=Picky()) as late:
             await eventually(lambda: late.generation.state.in_service, 10)
             assert late.generation.version == 1
@@ -92,7 +92,7 @@ async def test_who_refuses_again_and_again_asks_less_and_less(redis_db: str) -> 
 
     engine = Timed()
     async with worker(redis_db), publisher(redis_db) as source:
-        assert (await asyncio.to_thread(source.publish(2, WEIGHTS.items()).wait, 60)).state == "committed"
+        assert (await publish(source, 2)).state == "committed"
         async with worker(redis_db, engine=engine) as late:
             await eventually(lambda: len(engine.asked) == 4)
             assert not late.generation.state.in_service
@@ -112,3 +112,37 @@ async def test_a_report_that_is_sent_twice_is_one(ledger: Ledger) -> None:
     await ledger.report(told, "w", good)
     assert await dump(ledger.redis, ("bell", "transfers")) == before
     assert (await ledger.epoch(told.epoch)).reports == {"w": good}  # type: ignore[union-attr]
+
+
+async def test_a_number_is_given_to_one_set_of_weights(redis_db: str, tmp_path: Path) -> None:
+    """Else samples of a trainer's version 7 and of an operator's could not be told apart."""
+    async with (
+        PoolControl(redis_db) as control,
+        publisher(redis_db) as trainer,
+        worker(redis_db) as one,
+        worker(redis_db) as other,
+    ):
+        await publish(trainer, 3)
+        (await control.save(str(tmp_path), worker_id=one.id)).check()
+        folder = tmp_path / "v000000000003"
+        (await control.set_version(7)).check()
+        assert await control.versions() == {one.id: 7, other.id: 7}
+        with pytest.raises(WeightSyncError, match=r"version 7: .* an operator's command has given this number"):
+            await publish(trainer, 7)
+        answers = await control.load(str(folder), 7)
+        assert {answer.kind for answer in answers.values()} == {"InvalidField"}
+        (await control.load(str(folder), 8, worker_id=one.id)).check()
+        refused = (await control.set_version(8, worker_id=other.id))[other.id]
+        assert (refused.kind, "above 8: that number is taken" in refused.error) == ("InvalidField", True)
+        (await control.load(str(folder), 8, worker_id=other.id)).check()
+        assert await control.versions() == {one.id: 8, other.id: 8}
+        assert (await publish(trainer, 9)).state == "committed"
+
+
+def test_a_report_of_a_newer_worker_is_read_and_nonsense_is_not() -> None:
+    report = TransferReport(ok=False, phase="verify", error="no")
+    assert TransferReport.from_json(report.to_json()) == report
+    assert TransferReport.from_json('{"ok": true, "phase": "done", "new": 1}') == TransferReport(True, "done")
+    for text in ("", "[]", "{}", '{"ok": 1, "phase": "done"}', '{"ok": true, "phase": "x"}', "[" * 100_000):
+        with pytest.raises(MalformedMessage):
+            TransferReport.from_json(text)

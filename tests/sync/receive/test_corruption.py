@@ -13,8 +13,8 @@ from support.peers.peers import SHAPES, Line, expected, version
 
 from rolloutmq.sync.packing.packing import PackedWeights
 from rolloutmq.sync.receive.loading import Loading
-from rolloutmq.sync.receive.pending import CPU
 from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.receive.state import CPU
 from rolloutmq.sync.receive.verify import Arrival
 from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.tensors.snapshot import Snapshot
@@ -64,7 +64,7 @@ class Rank:
         self.model = Model() if halves else Linear(SHAPES, torch.bfloat16, CPU)
         self.receiver, self.line = Receiver(CPU), Line(cells=way != "pulled")
         if not self.staged:
-            self.receiver.kept.memory = {CPU: NoMemory(CPU, "on")}
+            self.receiver.state.memory = {CPU: NoMemory(CPU, "on")}
 
     def update(
         self, snapshot: Snapshot, between: Callable[[Receiver], None] | None = None, **order: Any
@@ -109,7 +109,7 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     assert (report.ok, report.readback) == (True, True), report
     made.check_holds(first)
     yield made
-    made.receiver.kept.lines.forget()
+    made.receiver.state.lines.forget()
     made.line.close()
 
 
@@ -120,7 +120,7 @@ def test_a_broadcast_that_never_began_leaves_the_weights_as_they_were(rank: Rank
     With "drain" it is ready only when it commits."""
     before = rank.bits()
     (cell,) = rank.line.hub._cells._cells
-    report = rank.update(version(2), between=lambda _: cell.line.give_up("another one died"), mode="drain")
+    report = rank.update(version(2), between=lambda _: cell.give_up("another one died"), mode="drain")
     assert (report.ok, report.intact, report.phase) == (False, True, "receive"), report
     assert "another one died" in report.error
     assert rank.bits() == before

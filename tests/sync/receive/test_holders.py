@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from support.peers.peer_process import Linear, without_streams
-from support.peers.peers import SHAPES, Line, Peer, expected, line, order_from, version
+from support.peers.peers import SHAPES, Line, expected, line, order_from, version
 from test_corruption import Rank
 
 from rolloutmq.messages.errors import WeightSyncError
-from rolloutmq.sync.receive.pending import CPU
 from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.receive.state import CPU
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.sync.wire.shelf import Offer, Shelf
 
@@ -145,12 +145,12 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     made = Rank("direct", halves=False)
     assert made.update(version(1)).ok
     yield made
-    made.receiver.kept.lines.forget()
+    made.receiver.state.lines.forget()
     made.line.close()
 
 
 def of(rank: Rank, number: int = 1) -> TransferOrder:
-    return order_from([rank.receiver.kept.lines.address], rank.token, version(number))
+    return order_from([rank.receiver.state.lines.address], rank.token, version(number))
 
 
 def test_a_version_is_read_back_out_of_the_parameters(direct: Rank) -> None:
@@ -166,7 +166,7 @@ def test_a_bit_that_flipped_in_the_parameters_is_found_by_who_takes_it(direct: R
     report = Late().take(of(direct))
     assert (report.ok, report.intact) == (False, True)
     assert "tensor layer.down: digest" in report.error
-    assert f"(from {direct.receiver.kept.lines.address})" in report.error
+    assert f"(from {direct.receiver.state.lines.address})" in report.error
 
 
 def test_an_engine_that_holds_a_part_of_a_tensor_says_that_it_cannot_hand_it_on(
@@ -178,7 +178,7 @@ def test_an_engine_that_holds_a_part_of_a_tensor_says_that_it_cannot_hand_it_on(
     report = Late().take(of(made))
     assert (report.ok, report.intact) == (False, True)
     assert "layer.down" in report.error
-    made.receiver.kept.lines.forget()
+    made.receiver.state.lines.forget()
     made.line.close()
 
 
@@ -187,7 +187,7 @@ def test_what_was_half_written_is_not_offered(direct: Rank) -> None:
     wrong[-1][0] ^= 1
     report = direct.update(replace(version(2), buckets=tuple(wrong)))
     assert (report.ok, report.intact) == (False, False)
-    assert direct.receiver.kept.lines.address == ""
+    assert direct.receiver.state.lines.address == ""
     with pytest.raises(WeightSyncError, match="does not hold version"), direct.receiver.lending(2):
         pass
 
@@ -204,12 +204,3 @@ def test_nothing_is_loaded_while_the_parameters_are_looked_at(held: Held) -> Non
             pass
     with pytest.raises(WeightSyncError, match="does not hold version 2"), late.receiver.lending(2):
         pass
-
-
-def test_a_peer_that_nobody_gave_anything_offers_nothing() -> None:
-    peer = Peer()
-    try:
-        assert peer.hear() == "up"
-        assert peer.ask(address=True) == ""
-    finally:
-        peer.end()

@@ -15,9 +15,9 @@ from support.peers.peers import Line
 from rolloutmq.messages import WeightSyncError
 from rolloutmq.sync.packing.buckets import fill
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.receive.lend import _ready
-from rolloutmq.sync.receive.pending import CPU
+from rolloutmq.sync.receive.lend import laid_out
 from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.receive.state import CPU
 from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.transfer.order import TransferReport
 
@@ -145,12 +145,12 @@ def test_an_engine_offers_a_tied_tensor_that_it_holds_under_another_name() -> No
     second = tensors(2)
     held = {name: second[name] for name in (EMBED, NORM)}
     same = PackedWeights(1, second | {HEAD: second[EMBED]}).snapshot()
-    for bucket, inside in zip(same.buckets, _ready(same.manifest, held).inside, strict=True):
+    for bucket, inside in zip(same.buckets, laid_out(same.manifest, held), strict=True):
         made = torch.zeros_like(bucket)
         fill(made, inside)
         assert torch.equal(made, bucket)
     with pytest.raises(WeightSyncError, match=f"the engine does not keep {HEAD}"):
-        _ready(PackedWeights(1, second).snapshot().manifest, held)
+        laid_out(PackedWeights(1, second).snapshot().manifest, held)
 
 
 DTYPES = [

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from support.peers.peer_process import without_streams
-from support.peers.peers import Line, expected, version
+from support.peers.peers import Line, version
 from test_corruption import TIMEOUT_S, Rank
 
-from rolloutmq.sync.receive import pending
-from rolloutmq.sync.tensors.snapshot import Snapshot
+from rolloutmq.sync.receive import state
 from rolloutmq.sync.wire.lines import Place
-from rolloutmq.sync.wire.store import EpochKeys, serve_store
+from rolloutmq.sync.wire.store import broadcast_key, serve_store
 
 
 class Gone:
@@ -34,7 +33,7 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     assert made.update(version(1)).ok
     made.check_holds(version(1))
     yield made
-    made.receiver.kept.lines.forget()
+    made.receiver.state.lines.forget()
     made.line.close()
 
 
@@ -44,13 +43,13 @@ in_cells = pytest.mark.parametrize("rank", ["staged", "direct"], indirect=True)
 @pytest.fixture
 def manifests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Versions whose manifest was fetched."""
-    seen, fetch = [], pending.fetch_manifest
+    seen, fetch = [], state.fetch_manifest
 
     def noted(order: Any) -> Any:
         seen.append(order.version)
         return fetch(order)
 
-    monkeypatch.setattr(pending, "fetch_manifest", noted)
+    monkeypatch.setattr(state, "fetch_manifest", noted)
     return seen
 
 
@@ -68,34 +67,23 @@ def test_what_lies_as_before_is_told_in_brief(rank: Rank, manifests: list[int]) 
 
 @in_cells
 def test_another_layout_needs_no_new_group(rank: Rank) -> None:
-    group = rank.receiver.kept.lines.group
+    group = rank.receiver.state.lines.group
     assert rank.update(version(2, bucket_bytes=1024)).ok
-    assert rank.receiver.kept.lines.group is group
-
-
-def test_a_flipped_bit_is_found_all_the_same(rank: Rank) -> None:
-    honest = version(2)
-    buckets = [bucket.clone() for bucket in honest.buckets]
-    buckets[-1][0] ^= 1
-    report = rank.update(Snapshot(honest.manifest, tuple(buckets)))
-    assert (report.ok, report.intact) == (False, rank.staged)
-    assert "tensor " in report.error
-    if report.intact:
-        assert rank.bits() == expected(version(1))
+    assert rank.receiver.state.lines.group is group
 
 
 def test_a_sender_that_started_again_is_joined_anew(rank: Rank) -> None:
     """At another address: nothing of the first one's is of use there."""
     rank.line.close()
-    group, rank.line = rank.receiver.kept.lines.group, Line(cells=rank.way != "pulled")
+    group, rank.line = rank.receiver.state.lines.group, Line(cells=rank.way != "pulled")
     report = rank.update(version(2))
     assert report.ok, report
     rank.check_holds(version(2))
-    assert group is None or rank.receiver.kept.lines.group is not group
+    assert group is None or rank.receiver.state.lines.group is not group
 
 
 def lose_connection(rank: Rank) -> None:
-    lines = rank.receiver.kept.lines
+    lines = rank.receiver.state.lines
     sender, port, _ = lines._store  # type: ignore[misc]
     sender.close()
     lines._store = sender, port, Gone()
@@ -104,17 +92,17 @@ def lose_connection(rank: Rank) -> None:
 @in_cells
 def test_a_lost_connection_costs_no_group(rank: Rank) -> None:
     """The sender is there, and stands in the group as this one does: it would wait for nobody to make it anew."""
-    group = rank.receiver.kept.lines.group
+    group = rank.receiver.state.lines.group
     lose_connection(rank)
     report = rank.update(version(2))
     assert report.ok, report
     rank.check_holds(version(2))
-    assert rank.receiver.kept.lines.group is group
+    assert rank.receiver.state.lines.group is group
 
 
 @in_cells
 def test_a_restarted_sender_has_no_part_in_a_group_of_that_name(rank: Rank) -> None:
-    lines, other = rank.receiver.kept.lines, serve_store("127.0.0.1")
+    lines, other = rank.receiver.state.lines, serve_store("127.0.0.1")
     (order,) = rank.line.begin(version(2), ["w"]).orders
     lines.newest = order
     lines.store(order, Place(lines.group.name, "1", 1, 2, other.port, go=False), time.monotonic() + TIMEOUT_S)
@@ -129,4 +117,4 @@ def test_who_was_ready_for_another_broadcast_is_not_taken_for_ready(rank: Rank) 
         assert rank.update(version(number)).ok
         assert len(rank.line.hub._cells._cells) == 1
         numbers.append(str(rank.line.hub._cells._numbers))
-    assert len({EpochKeys(number).ready(1) for number in numbers}) == len(numbers)
+    assert len({broadcast_key(number, "ready/1") for number in numbers}) == len(numbers)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rolloutmq.sync.receive.pending import Kept
 from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.receive.state import RankState
 from rolloutmq.sync.tensors.runtime import SHORT_S, short_turns
 from rolloutmq.sync.transfer.ledger import Holder
 from rolloutmq.sync.transfer.order import TransferOrder
@@ -31,13 +31,13 @@ def test_turns_are_short_as_long_as_anybody_wants_them() -> None:
 
 
 def test_a_receiver_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, hear = [], Kept.hear
+    seen, hear = [], RankState.hear
 
     def heard(*args: Any) -> Any:
         seen.append(sys.getswitchinterval())
         return hear(*args)
 
-    monkeypatch.setattr(Kept, "hear", heard)
+    monkeypatch.setattr(RankState, "hear", heard)
     before = sys.getswitchinterval()
     report = Receiver(torch.device("cpu")).prepare(ORDER)
     assert not report.ok

@@ -79,23 +79,6 @@ def test_everybody_gets_the_bytes() -> None:
     assert all(buffer.numel() == 0 for buffer in broadcast(2, torch.empty(0, dtype=torch.uint8)))
 
 
-def test_torchruns_environment_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "3",
-        "LOCAL_RANK": "3",
-        "WORLD_SIZE": "8",
-        "MASTER_ADDR": "192.0.2.1",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "x",
-        "GROUP_RANK": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    sent = torch.full((10,), 7, dtype=torch.uint8)
-    assert all(torch.equal(buffer, sent) for buffer in broadcast(2, sent))
-    assert not torch.distributed.is_initialized()
-
-
 def test_a_missing_rank_costs_one_timeout() -> None:
     first, second, _ = broadcast(3, torch.zeros(4, dtype=torch.uint8), timeout_s=1.0, ranks=2)
     assert isinstance(first, TransferTimeout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import socket
 from datetime import timedelta
 from threading import Timer
@@ -59,12 +58,3 @@ def test_torch_prints_nothing_until_the_time_is_over(
     timers[0].function(*timers[0].args)
     assert level() == before
     assert capfd.readouterr().err == ""
-
-
-def test_with_debug_logging_torch_prints_all(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, "rolloutmq")
-    with pytest.raises(DistNetworkError), quiet.quiet_torch():
-        trouble()
-    assert "frame #" in capfd.readouterr().err

@@ -1,22 +1,20 @@
-"""A transfer that an engine rank takes part in, and the state that the rank keeps from one transfer to the next."""
+"""What an engine rank keeps from one transfer to the next: connections, memory, and what is set up once."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from ...messages.errors import MalformedMessage, TransferTimeout
-from ...messages.model import StagingPolicy, Transport, WeightManifest
+from ...messages.model import StagingPolicy, WeightManifest
 from ..plan import CopyPlan
 from ..tensors import Copies, Digester, Staging
-from ..transfer import SENDER_GONE, Phase, TransferOrder, TransferReport
-from ..wire import Brief, EpochKeys, Group, Lines, Map, Place, fetch_manifest, gpu_id, nccl_settings
+from ..transfer import TransferOrder
+from ..wire import Brief, Lines, Map, fetch_manifest, gpu_id, nccl_settings
 from .compatibility import check_names
 from .loading import Known, Loading, Model, plan_for
 from .verify import Arrival
@@ -24,66 +22,7 @@ from .verify import Arrival
 CPU = torch.device("cpu")
 
 
-@dataclass(eq=False)
-class Pending:
-    """A transfer that this rank takes part in.
-
-    deadline: of time.monotonic. buckets: flat uint8 tensors that hold the version, or a few of them that are used in
-    turn. who: this rank, as the sender knows it; "" without one. place, store, group: of its cell, if it is in one.
-    phase: for the report of a failure.
-    """
-
-    transport: ClassVar[Transport] = ""
-    kept: Kept
-    order: TransferOrder
-    deadline: float
-    told: Brief
-    buckets: list[torch.Tensor]
-    who: str = ""
-    place: Place | None = None
-    store: Any = None
-    group: Group | None = None
-    phase: Phase = "rendezvous"
-    rendezvous_s: float = 0.0
-    receive_s: float = 0.0
-
-    @property
-    def outline(self) -> WeightManifest:
-        """The layout of the version. Its digests may be another version's."""
-        return self.told.outline
-
-    @property
-    def finite(self) -> bool:
-        """Whether a tensor with NaN or Inf is refused."""
-        return self.order.nonfinite == "refuse"
-
-    def say_ready(self) -> None:
-        """Tell the sender that this rank waits for the first bucket. Raises TransferTimeout."""
-        assert self.place is not None
-        try:
-            self.store.set(EpochKeys(self.place.number).ready(self.place.rank), "1")
-        except RuntimeError as error:
-            raise TransferTimeout(f"{SENDER_GONE}: {error}") from error
-
-    def broken(self) -> Callable[[], str]:
-        """Return a function that says why the transfer broke off; "" if it did not."""
-        return self.kept.lines.broken(self.order, self.store, self.place)
-
-    def report(self, phase: Phase, **times: Any) -> TransferReport:
-        """Report success up to `phase`."""
-        return TransferReport(
-            ok=True,
-            phase=phase,
-            tensors=len(self.outline.tensors),
-            nbytes=self.told.nbytes,
-            rendezvous_s=self.rendezvous_s,
-            way=self.transport,
-            holder=self.kept.lines.address,
-            **times,
-        )
-
-
-class Kept:
+class RankState:
     """Connections, memory, and the checks and copies for the last buffers, layout and model.
 
     memory: device -> memory that receives versions. told: the version that was announced last. early: the layout for
@@ -140,13 +79,9 @@ class Kept:
         here = self.told is not None and self.lines.group is not None and order.mode != "drain"
         return self.early if here and self.told is not None and self.early == self.told.layout else ""
 
-    def already(self, pending: Pending) -> set[int]:
+    def already(self, told: Brief, buckets: list[torch.Tensor]) -> set[int]:
         """Return the buckets that an earlier attempt has received and verified, to be kept up to date."""
-        key = (
-            pending.told.layout,
-            tuple(pending.told.digests.tolist()),
-            pending.buckets[0].data_ptr() if pending.buckets else 0,
-        )
+        key = told.layout, tuple(told.digests.tolist()), buckets[0].data_ptr() if buckets else 0
         if self._verified is None or self._verified[0] != key:
             self._verified = key, set()
         return self._verified[1]
@@ -194,42 +129,42 @@ class Kept:
 
     # --- set up once per layout ------------------------------------------------------------------------------------
 
-    def arrival(self, pending: Pending) -> Arrival:
+    def arrival(self, told: Brief, buckets: list[torch.Tensor]) -> Arrival:
         """Return the checks of tensors that arrive in these buffers."""
-        key = pending.told.layout, tuple(bucket.data_ptr() for bucket in pending.buckets)
+        key = told.layout, tuple(bucket.data_ptr() for bucket in buckets)
         if self._arrival is None or self._arrival[0] != key:
-            places = enumerate(pending.outline.bucket_nbytes)
-            views = [pending.buckets[index % len(pending.buckets)][:size] for index, size in places]
-            self._arrival = key, Arrival(pending.outline, views)
+            places = enumerate(told.outline.bucket_nbytes)
+            views = [buckets[index % len(buckets)][:size] for index, size in places]
+            self._arrival = key, Arrival(told.outline, views)
         return self._arrival[1]
 
-    def knows(self, pending: Pending, model: Model) -> bool:
+    def knows(self, told: Brief, buckets: list[torch.Tensor], model: Model) -> bool:
         """Whether everything is set up for these buffers and this model."""
-        return self._loading is not None and self._loading[:2] == (self.arrival(pending), model)
+        return self._loading is not None and self._loading[:2] == (self.arrival(told, buckets), model)
 
-    def compares_all(self, pending: Pending) -> bool:
+    def compares_all(self, told: Brief, buckets: list[torch.Tensor]) -> bool:
         """Whether these buffers were loaded before, and every tensor was then compared in the parameters."""
         loading = self._loading
-        return loading is not None and loading[0] is self.arrival(pending) and loading[2].compares_all
+        return loading is not None and loading[0] is self.arrival(told, buckets) and loading[2].compares_all
 
-    def loading(self, pending: Pending, model: Model) -> Loading:
+    def loading(self, told: Brief, buckets: list[torch.Tensor], model: Model) -> Loading:
         """Return what loads these buffers into the model. Raises what `plan_for` raises."""
-        arrival, self._model = self.arrival(pending), model
-        if self._loading is None or not self.knows(pending, model):
-            self._loading = arrival, model, Loading(model, self._plan_of(pending, model), arrival, self._known)
+        arrival, self._model = self.arrival(told, buckets), model
+        if self._loading is None or not self.knows(told, buckets, model):
+            self._loading = arrival, model, Loading(model, self._plan_of(told, model), arrival, self._known)
         return self._loading[2]
 
-    def set_up(self, pending: Pending) -> None:
+    def set_up(self, told: Brief, buckets: list[torch.Tensor]) -> None:
         """Make what loads these buffers now, if the model has had this layout before."""
         model = self._model
-        if model is not None and self._plan is not None and self._plan[0] == (pending.told.layout, id(model)):
-            self.loading(pending, model)
+        if model is not None and self._plan is not None and self._plan[0] == (told.layout, id(model)):
+            self.loading(told, buckets, model)
 
-    def _plan_of(self, pending: Pending, model: Model) -> CopyPlan | None:
-        key = pending.told.layout, id(model)
+    def _plan_of(self, told: Brief, model: Model) -> CopyPlan | None:
+        key = told.layout, id(model)
         if self._plan is None or self._plan[0] != key:
             before = self._plan is not None and self._plan[1] is not None
-            self._plan = key, plan_for(model, pending.outline, self._known, must=before)
+            self._plan = key, plan_for(model, told.outline, self._known, must=before)
         return self._plan[1]
 
     @property

@@ -1,39 +1,46 @@
-"""The sender's end of a cell: a process group that is kept from one broadcast to the next, one at a time."""
+"""One cell, at the sender's end: a process group that is kept from one broadcast to the next, one at a time."""
 
 from __future__ import annotations
 
-import logging
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from ...messages.errors import TransferTimeout
 from ..tensors import Snapshot, Staging, short_turns
-from .group import Group, Queued, await_broadcasts, open_group
-from .quiet import quiet_torch
-from .store import EpochKeys
-
-log = logging.getLogger(__name__)
+from ..wire import Group, Queued, await_broadcasts, broadcast_key, open_group, quiet_torch
 
 
-class Broadcaster:
-    """Sends versions to one cell. One thread at a time may call its methods, and any thread `give_up`."""
+class Cell:
+    """Sends versions to its members. One thread at a time may call its methods, and any thread `give_up`.
+
+    members: worker -> its first rank. turns: calls of `send` for the cell's thread; None in the end.
+    """
 
     def __init__(
-        self, store: Any, host: str, group: str, world: int, device: torch.device, *, lost: Callable[[], str]
+        self,
+        store: Any,
+        host: str,
+        members: Mapping[str, int],
+        world: int,
+        device: torch.device,
+        *,
+        lost: Callable[[], str],
     ) -> None:
-        """store: the sender's own rendezvous store. group, world: of the cell, with the sender. device: its.
+        """store: the sender's own rendezvous store. world: ranks of the members and the sender. device: the sender's.
 
         lost(): why `send` need not wait for the cell any more; "" if it must. It is called again and again.
         """
-        self.store, self.host, self.group, self.world = store, host, group, world
+        self.store, self.host, self.members, self.world = store, host, members, world
+        self.group = f"cell-{secrets.token_hex(4)}"  # a restarted trainer's are others
+        self.turns: SimpleQueue[tuple[Snapshot, str, float, bool] | None] = SimpleQueue()
         self._device, self._lost = device, lost
         self._group: Group | None = None
-        self.sent_bytes = 0
-        """Bytes of the version under way that the transport has been given."""
         self._why = ""
         self._stream: Any = None
         self._staging: Staging | None = None
@@ -44,20 +51,19 @@ class Broadcaster:
         if group is not None:
             group.abort()
 
-    def send(self, snapshot: Snapshot, number: str, deadline: float, *, ready: bool = False) -> None:
+    def send(self, snapshot: Snapshot, number: str, deadline: float, *, ready: bool) -> None:
         """Send every bucket. Blocks. Raises TransferTimeout, also after `give_up`; the cell is of no more use then.
 
-        number: of this broadcast, for `EpochKeys`. deadline: on time.monotonic(). ready: whether all receivers have
+        number: of this broadcast, for `broadcast_key`. deadline: on time.monotonic(). ready: whether all receivers have
         their buffers.
         """
-        keys, self.sent_bytes = EpochKeys(number), 0
         try:
             # Engines may stand still until the last bucket, so the training loop must not keep the interpreter for
             # long.
             with quiet_torch(), short_turns():
-                self._send(snapshot, keys, deadline, ready=ready)
+                self._send(snapshot, number, deadline, ready=ready)
         except Exception as error:
-            self.store.set(keys.broken, str(error)[:500])
+            self.store.set(broadcast_key(number, "broken"), str(error)[:500])
             self.close()
             raise
 
@@ -67,11 +73,10 @@ class Broadcaster:
 
     def clean(self, number: str) -> None:
         """Delete the keys of a broadcast that is over."""
-        keys = EpochKeys(number)
-        for key in (keys.go, *(keys.ready(rank) for rank in range(1, self.world))):
-            self.store.delete_key(key)
+        for what in ("go", *(f"ready/{rank}" for rank in range(1, self.world))):
+            self.store.delete_key(broadcast_key(number, what))
 
-    def _send(self, snapshot: Snapshot, keys: EpochKeys, deadline: float, *, ready: bool) -> None:
+    def _send(self, snapshot: Snapshot, number: str, deadline: float, *, ready: bool) -> None:
         if self._group is None:
             self._group = open_group(
                 self.store,
@@ -84,9 +89,9 @@ class Broadcaster:
                 broken=self._broken,
             )
         if not ready:
-            self._await_ready(keys, deadline)
+            self._await_ready(number, deadline)
         self._check()
-        go = partial(self.store.set, keys.go, "1")
+        go = partial(self.store.set, broadcast_key(number, "go"), "1")
         if self._device.type == "cuda":
             self._send_from_gpu(self._group, snapshot, self._device, deadline, go)
             return
@@ -94,7 +99,6 @@ class Broadcaster:
         for bucket in snapshot.buckets:
             self._check()
             self._group.broadcast(bucket.cpu(), deadline)
-            self.sent_bytes += bucket.numel()
 
     def _send_from_gpu(
         self, group: Group, snapshot: Snapshot, device: torch.device, deadline: float, go: Callable[[], object]
@@ -116,16 +120,15 @@ class Broadcaster:
                     source = buffers[index % len(buffers)][: bucket.numel()]
                     source.copy_(bucket, non_blocking=True)
                 queued.append(group.broadcast(source, deadline))
-                self.sent_bytes += source.numel()
                 if index == 0:  # after the first broadcast is queued: everybody waits for the wire
                     go()
             for each in queued[-1:]:
                 each.wait()
             await_broadcasts(group, self._stream.record_event(), deadline, self._broken)
 
-    def _await_ready(self, keys: EpochKeys, deadline: float) -> None:
+    def _await_ready(self, number: str, deadline: float) -> None:
         """Wait until every receiver has its buffers. A broadcast that waits for a receiver would keep this GPU busy."""
-        missing = [keys.ready(rank) for rank in range(1, self.world)]
+        missing = [broadcast_key(number, f"ready/{rank}") for rank in range(1, self.world)]
         pause = 0.00005  # seconds; the transfer of a small model takes a few milliseconds
         while True:
             missing = [key for key in missing if not self.store.check([key])]
