@@ -348,8 +348,8 @@ def syncing(pool: Pool) -> None:
 def looking(pool: Pool) -> None:
     queued = random.Random(0).sample(pool.redis.zrange(pool.keys.queues[1], 0, -1), 256)
     size = max(1, min(256, 200_000 // (1 + pool.redis.zcard(pool.keys.queues[1]))))
-    pool.measure("audit_jobs: searching the queues", calls.audit_jobs(3, 1, *queued[:size]))
-    pool.measure("audit_jobs: 256 jobs", calls.audit_jobs(3, 0, *queued))
+    pool.measure("audit_jobs: searching the queues", calls.audit_jobs(1, *queued[:size]))
+    pool.measure("audit_jobs: 256 jobs", calls.audit_jobs(0, *queued))
     clients = [key[len(pool.keys.prefix) + 7 :] for key in pool.redis.scan_iter(pool.keys.client("*"), count=4096)]
     pool.measure("audit_totals: all clients", calls.audit_totals(ADDED_UP, *clients))
     small = [client for client in clients if pool.redis.scard(pool.keys.client(client.decode())) <= 100][:10]

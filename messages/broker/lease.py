@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +12,11 @@ from redis.asyncio import Redis
 
 from ..codec import Result, encode
 from ..errors import LeaseLost
-from ..model import PRIORITIES, Partial, WorkerStatus
-from ..redis import Keys, name_once, shard_of, text, whole
+from ..model import Partial, WorkerStatus
+from ..redis import JOB, PROGRESS, Keys, name_once, shard_of, text, whole
 from ..scripts import Scripts, calls
 from .clock import Witness
+from .records import read_jobs
 
 REAPED = 128
 """One call of `reap` is about at most so many jobs and workers."""
@@ -104,10 +104,6 @@ class Release:
     attempt: int
     pieces: tuple[Piece, ...] = ()
     lost: bool = False
-
-
-_SAID = frozenset({b"x", b"c", b"M", b"P"})
-_PROGRESS = re.compile(rb"([sk])(\d{1,9})(?:\.(\d{1,9}))?")
 
 
 class Lease:
@@ -209,7 +205,7 @@ class Lease:
         number = self._claims + 1
         has = (calls.AdapterVersion(*adapter) for adapter in (adapters or {}).items())
         holds = "" if self.holds is None else max(0, self.holds() + carried)
-        limits = max_jobs, max_samples, version, len(PRIORITIES), self.can, holds
+        limits = max_jobs, max_samples, version, self.can, holds
         pace = f"{self.pace():.4g}/{self.engine}"
         answer = await self._scripts.run(calls.claim(self.worker_id, number, *limits, pace, self._denied, *has))
         if answer[0] == b"NOLEASE":
@@ -282,11 +278,8 @@ class Lease:
 
     async def attempts(self, job_ids: Sequence[str]) -> dict[str, int]:
         """The current attempt of each job, 0 for a job that Redis does not have."""
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for job_id in job_ids:
-                pipe.hget(self.keys.job(job_id), "a")
-            found = await pipe.execute()
-        return {job_id: whole(attempt) for job_id, attempt in zip(job_ids, found, strict=True)}
+        found = await read_jobs(self.redis, self.keys, job_ids, "attempt")
+        return {job_id: whole(its.get("attempt")) for job_id, its in zip(job_ids, found, strict=True)}
 
     async def held(self) -> frozenset[str]:
         """Ids of the jobs Redis has under this worker's name."""
@@ -297,13 +290,13 @@ def _claim(raw: list[Any]) -> Claim:
     job_id, attempt, n, queued_ms, left_ms, payload, progress = raw
     published: set[int] = set()
     pieces: dict[int, dict[int, bytes]] = {}
-    said: dict[bytes, bytes] = {}
-    for name, content in zip(progress[::2], progress[1::2], strict=True):
-        if name in _SAID:
+    said: dict[str, bytes] = {}
+    for name, content in zip(map(text, progress[::2]), progress[1::2], strict=True):
+        if name in (JOB.ending, JOB.lost, JOB.moves, JOB.prefers):
             said[name] = content
-        elif (found := _PROGRESS.fullmatch(name)) is None:
-            name_once(f"job {text(job_id)}: field {text(name)[:80]!r}: it is left out")
-        elif found[1] == b"s":
+        elif (found := PROGRESS.fullmatch(name)) is None:
+            name_once(f"job {text(job_id)}: field {name[:80]!r}: it is left out")
+        elif found[1] == JOB.sample:
             published.add(int(found[2]))
         else:
             pieces.setdefault(int(found[2]), {})[int(found[3] or 0)] = content
@@ -315,10 +308,10 @@ def _claim(raw: list[Any]) -> Claim:
         left_s=int(left_ms) / 1000 if left_ms != b"" else None,
         payload=payload,
         published=frozenset(published),
-        ending=b"x" in said,
-        lost=whole(said.get(b"c")),
-        moves=whole(said.get(b"M")),
-        preferred=b"P" in said,
+        ending=JOB.ending in said,
+        lost=whole(said.get(JOB.lost)),
+        moves=whole(said.get(JOB.moves)),
+        preferred=JOB.prefers in said,
         partials={
             sample: tuple(numbered[number] for number in sorted(numbered))
             for sample, numbered in pieces.items()

@@ -132,7 +132,6 @@ def claim(
     max_jobs: int,
     max_samples: int,
     version: int,
-    classes: int,
     can: str,
     holds: int | str,
     pace: str,
@@ -208,7 +207,7 @@ def answer_command(command_id: str, worker: str, reply: bytes, keep_s: int, most
 @_call
 def audit_keys(*keys: AuditedKey) -> None: ...
 @_call
-def audit_jobs(classes: int, search: int, *job_ids: bytes) -> None: ...
+def audit_jobs(search: int, *job_ids: bytes) -> None: ...
 @_call
 def audit_members(index: str, *job_ids: bytes) -> None: ...
 @_call

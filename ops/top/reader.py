@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...messages.broker import Broker
+from redis.exceptions import ResponseError
+
+from ...messages.broker import Broker, read_jobs
 from ...messages.ids import is_id
 from ...messages.model import PRIORITIES
 from ...messages.redis import PoolRedis, is_wrong_type, text, whole
@@ -15,8 +17,10 @@ from ..status import read_state
 
 MOST_JOBS = 1000
 """A list of jobs ends there, about: nobody scrolls further, and Redis answers at once."""
-FIELDS = ("st", "q", "y", "w", "t", "e", "n", "d", "a", "c", "z", "kk", "v", "g", "l", "G")
-"""Of a job's record; messages/scripts/lib_jobs.lua says what they are."""
+FIELDS = (
+    "state", "priority", "client", "owner", "accepted", "deadline", "samples", "published", "attempt", "lost", "nbytes",
+    "saved", "min_version", "max_staleness", "adapter", "group",
+)  # fmt: skip
 STATES = {"q": "queued", "r": "running"}
 
 
@@ -114,45 +118,40 @@ class Reader:
     async def _jobs(self, job_ids: Sequence[str]) -> dict[str, JobLine]:
         if not job_ids:
             return {}
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hget(self._keys.clock, "at")
-            for job_id in job_ids:
-                pipe.hmget(self._keys.job(job_id), FIELDS)
-            clock, *rows = found = await pipe.execute(raise_on_error=False)
-        for each in found:
-            if isinstance(each, Exception) and not is_wrong_type(each):
-                raise each
-        at = 0 if isinstance(clock, Exception) else whole(clock)
-        known = ([None] * len(FIELDS) if isinstance(row, Exception) else row for row in rows)
-        return {job_id: _line(job_id, row, at) for job_id, row in zip(job_ids, known, strict=True)}
+        found = await read_jobs(self._redis, self._keys, job_ids, *FIELDS)
+        try:
+            clock = whole(await self._redis.hget(self._keys.clock, "at"))
+        except ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            clock = 0
+        return {job_id: _line(job_id, its, clock) for job_id, its in zip(job_ids, found, strict=True)}
 
 
-def _line(job_id: str, row: Sequence[bytes | None], clock_ms: int) -> JobLine:
-    has = {name: value for name, value in zip(FIELDS, row, strict=True) if value is not None}
-
+def _line(job_id: str, has: Mapping[str, bytes], clock_ms: int) -> JobLine:
     def words(name: str) -> str:
         return text(has.get(name, b""))
 
     def count(name: str) -> int:
         return whole(has.get(name))
 
-    state, priority = words("st"), count("q")
+    state, priority = words("state"), count("priority")
     return JobLine(
         id=job_id,
         state=STATES.get(state, state) or "gone",
         priority=PRIORITIES[priority] if 0 <= priority < len(PRIORITIES) else "",
-        client=words("y"),
-        worker=words("w"),
-        age_s=max(0, clock_ms - count("t")) / 1000 if "t" in has else 0.0,
-        left_s=(count("e") - clock_ms) / 1000 if "e" in has else None,
-        samples=count("n"),
-        done=count("d"),
-        attempt=count("a"),
-        lost=count("c"),
-        nbytes=count("z"),
-        saved=count("kk"),
-        min_version=count("v"),
-        max_staleness=count("g") if "g" in has else None,
-        adapter=words("l"),
-        group=words("G"),
+        client=words("client"),
+        worker=words("owner"),
+        age_s=max(0, clock_ms - count("accepted")) / 1000 if "accepted" in has else 0.0,
+        left_s=(count("deadline") - clock_ms) / 1000 if "deadline" in has else None,
+        samples=count("samples"),
+        done=count("published"),
+        attempt=count("attempt"),
+        lost=count("lost"),
+        nbytes=count("nbytes"),
+        saved=count("saved"),
+        min_version=count("min_version"),
+        max_staleness=count("max_staleness") if "max_staleness" in has else None,
+        adapter=words("adapter"),
+        group=words("group"),
     )
