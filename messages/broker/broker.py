@@ -320,7 +320,7 @@ class Broker:
         owner: Raises ClientReplaced, and drops nothing, if there is a later owner than this one.
         """
         for start in range(0, len(receipts), BATCH_JOBS):
-            entries = (calls.Entry(it.entry_id, it.nbytes) for it in receipts[start : start + BATCH_JOBS])
+            entries = ((it.entry_id, it.nbytes) for it in receipts[start : start + BATCH_JOBS])
             if await self._scripts.run(calls.ack(client_id, owner, *entries)) == b"replaced":
                 raise ClientReplaced(client_id)
 

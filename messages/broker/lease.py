@@ -167,8 +167,7 @@ class Lease:
     async def learn(self, committed: int, adapters: Mapping[str, int]) -> None:
         """Tell this shard of a committed version and of adapters that the home of the pool has. The home knows them."""
         if self.keys.shard:
-            known = (calls.AdapterVersion(*adapter) for adapter in adapters.items())
-            await self._scripts.run(calls.learn(committed, *known))
+            await self._scripts.run(calls.learn(committed, *adapters.items()))
 
     async def join(self, status: WorkerStatus) -> Beat:
         """Register. From then on the worker may claim. Each beat renews the lease for `lease_s` seconds."""
@@ -203,7 +202,7 @@ class Lease:
         reply to a claim was lost, the next call returns the same jobs. Raises LeaseLost.
         """
         number = self._claims + 1
-        has = (calls.AdapterVersion(*adapter) for adapter in (adapters or {}).items())
+        has = (adapters or {}).items()
         holds = "" if self.holds is None else max(0, self.holds() + carried)
         limits = max_jobs, max_samples, version, self.can, holds
         pace = f"{self.pace():.4g}/{self.engine}"
@@ -219,7 +218,7 @@ class Lease:
 
     async def complete(self, finished: Sequence[Finished]) -> list[str]:
         """Publish samples. Returns for each "ok", "again" (published before) or "fenced" (another has the job)."""
-        samples = (calls.FinishedSample(it.job_id, it.attempt, it.sample, it.payload) for it in finished)
+        samples = ((it.job_id, it.attempt, it.sample, it.payload) for it in finished)
         return [state.decode() for state in await self._scripts.run(calls.complete(self.worker_id, *samples))]
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
@@ -228,10 +227,7 @@ class Lease:
         A repeated piece is harmless. "gap": an earlier piece is missing and this one was not kept. Begin with 0 again.
         "full": the pool has no room for it, and it was not kept. It may be sent again, also as a part of a longer one.
         """
-        saved = (
-            calls.SavedPiece(it.job_id, it.attempt, it.sample, it.number, it.payload, 1 if it.streamed else "")
-            for it in pieces
-        )
+        saved = ((it.job_id, it.attempt, it.sample, it.number, it.payload, 1 if it.streamed else "") for it in pieces)
         return [state.decode() for state in await self._scripts.run(calls.checkpoint(self.worker_id, *saved))]
 
     async def release(self, jobs: Sequence[Release], max_lost: int, to: str = "") -> list[str]:

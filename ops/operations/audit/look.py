@@ -105,7 +105,7 @@ class Looker:
     async def key_facts(self, names: Sequence[bytes]) -> list[KeyFacts]:
         facts: list[KeyFacts] = []
         for chunk in _chunks(names, CHUNK):
-            keys = (calls.AuditedKey(name, _worker_of(name)) for name in chunk)
+            keys = ((name, _worker_of(name)) for name in chunk)
             raw = await self._scripts.run(calls.audit_keys(*keys))
             facts += [
                 KeyFacts(name, raw[i].decode(), raw[i + 1], bool(raw[i + 2]))
