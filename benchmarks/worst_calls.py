@@ -117,7 +117,7 @@ class Pool:
         self.run(calls.heartbeat(worker, lease_ms, encode(status), 1, "", 0, ""))
         return worker
 
-    def claim(self, worker: str, jobs: int = 256, version: int = 0, *adapters: calls.AdapterVersion) -> Call:
+    def claim(self, worker: str, jobs: int = 256, version: int = 0, *adapters: tuple[str, int]) -> Call:
         return calls.claim(worker, next(self._claims), jobs, 1 << 20, version, 3, "", *adapters)
 
     def held(self, worker: str, rows: list[calls.Submission]) -> list[str]:
@@ -169,12 +169,12 @@ def publish(pool: Pool, worker: str, ids: list[str], size: int) -> None:
     pool.run(calls.complete(worker, *finished(ids, size)))
 
 
-def finished(ids: list[str], size: int, sample: int = 0) -> Iterator[calls.FinishedSample]:
-    return (calls.FinishedSample(job_id, 1, sample, bytes(size)) for job_id in ids)
+def finished(ids: list[str], size: int, sample: int = 0) -> Iterator[tuple[str, int, int, bytes]]:
+    return ((job_id, 1, sample, bytes(size)) for job_id in ids)
 
 
-def pieces(ids: list[str], number: int, size: int, samples: int = 1) -> list[calls.SavedPiece]:
-    return [calls.SavedPiece(it, 1, sample, number, bytes(size), 1) for it in ids for sample in range(samples)]
+def pieces(ids: list[str], number: int, size: int, samples: int = 1) -> list[tuple[str, int, int, int, bytes, int]]:
+    return [(it, 1, sample, number, bytes(size), 1) for it in ids for sample in range(samples)]
 
 
 # --- the cases ---
@@ -196,7 +196,7 @@ def submitting(pool: Pool) -> None:
 
 def claiming(pool: Pool) -> None:
     worker = pool.join("claims")
-    with_adapters = [calls.AdapterVersion(f"a{number}", 1) for number in range(64)]
+    with_adapters = [(f"a{number}", 1) for number in range(64)]
     pool.measure(f"claim: {MAX_JOBS} jobs of a long queue", claim := pool.claim(worker, MAX_JOBS, 0, *with_adapters))
     pool.measure("claim: the same again", claim)
     pool.submit(pool.rows(SEEN, "many", priority=0, min_version=7))
@@ -265,7 +265,7 @@ def ending(pool: Pool) -> None:
     ids = pool.held(worker, pool.rows(1024, "slow"))
     publish(pool, worker, ids, 4096)
     entries = pool.redis.xrange(pool.keys.reply("slow"))
-    taken = [calls.Entry(entry_id, 64 + 4096) for entry_id, _ in entries[:BATCH_JOBS]]
+    taken = [(entry_id, 64 + 4096) for entry_id, _ in entries[:BATCH_JOBS]]
     pool.measure(f"ack: {BATCH_JOBS} results", calls.ack("slow", "", *taken))
     pool.submit(pool.rows(pool.many(40_000), "big", deadline_ms=HOUR_MS))
     cursor = b"0"
@@ -348,8 +348,8 @@ def syncing(pool: Pool) -> None:
 def looking(pool: Pool) -> None:
     queued = random.Random(0).sample(pool.redis.zrange(pool.keys.queues[1], 0, -1), 256)
     size = max(1, min(256, 200_000 // (1 + pool.redis.zcard(pool.keys.queues[1]))))
-    pool.measure("audit_jobs: searching the queues", calls.audit_jobs(3, 1, *queued[:size]))
-    pool.measure("audit_jobs: 256 jobs", calls.audit_jobs(3, 0, *queued))
+    pool.measure("audit_jobs: searching the queues", calls.audit_jobs(1, *queued[:size]))
+    pool.measure("audit_jobs: 256 jobs", calls.audit_jobs(0, *queued))
     clients = [key[len(pool.keys.prefix) + 7 :] for key in pool.redis.scan_iter(pool.keys.client("*"), count=4096)]
     pool.measure("audit_totals: all clients", calls.audit_totals(ADDED_UP, *clients))
     small = [client for client in clients if pool.redis.scard(pool.keys.client(client.decode())) <= 100][:10]

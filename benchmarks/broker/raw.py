@@ -16,10 +16,10 @@ from typing import Any
 
 import redis
 
-from rolloutmq.messages.broker import BATCH_BYTES, ENTRY_BYTES, Caps
+from rolloutmq.messages.broker import BATCH_BYTES, Caps
 from rolloutmq.messages.codec import encode
-from rolloutmq.messages.model import PRIORITIES, WorkerStatus
-from rolloutmq.messages.redis import Keys
+from rolloutmq.messages.model import WorkerStatus
+from rolloutmq.messages.redis import ENTRY_BYTES, Keys
 from rolloutmq.messages.scripts import script_source
 
 from ..peers import Load, Tally, main
@@ -65,7 +65,7 @@ def work(url: str, load: Load) -> None:
     pad = b"x" * (RESULT_FRAME - ANSWER)
     answers: list[Any] = []
     for number in itertools.count(1):
-        claim = raw.command("claim", WORKER, number, BATCH, BATCH, 0, len(PRIORITIES))
+        claim = raw.command("claim", WORKER, number, BATCH, BATCH, 0)
         _, _, *given = raw.run(*([raw.command("complete", WORKER, *answers)] if answers else []), claim)[-1]
         answers = []
         for i in range(0, len(given), 7):

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rolloutmq.messages.broker import read_jobs
 from rolloutmq.messages.errors import InvalidField
 from rolloutmq.messages.model import GenerateJob, SamplingParams
 from rolloutmq.messages.redis import Keys, connect, text
@@ -111,14 +112,9 @@ def _process(worker_id: str) -> str:
 
 async def _not_held(redis: Any, job_ids: Sequence[str], dead: Set[str]) -> list[str]:
     """Those of these jobs that are in the queue, or with a worker of a dead process."""
-    keys = Keys(POOL)
-    async with redis.pipeline(transaction=False) as pipe:
-        for job_id in job_ids:
-            pipe.hmget(keys.job(job_id), "st", "w")
-        found = zip(job_ids, await pipe.execute(), strict=True)
-    return [
-        job_id for job_id, (state, owner) in found if state == b"q" or (state == b"r" and _process(text(owner)) in dead)
-    ]
+    found = zip(job_ids, await read_jobs(redis, Keys(POOL), job_ids, "state", "owner"), strict=True)
+    waits = {job_id: its for job_id, its in found if its.get("state") in (b"q", b"r")}
+    return [it for it, its in waits.items() if its["state"] == b"q" or _process(text(its.get("owner"))) in dead]
 
 
 async def _until_held(redis: Any, job_ids: Sequence[str], dead: Set[str]) -> list[float]:

@@ -5,21 +5,19 @@ from .clock import Witness, living_workers
 from .command_channel import CommandBox, CommandSender
 from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_BYTES, Beat, Claim, Finished, Lease, Piece, Release
-from .needs import ADAPTERS_FROM, SLOTS_FROM, Waiting, can_of, kin_of, needed, total_of
+from .needs import Waiting, can_of, kin_of, needed, total_of
 from .pool_load import PoolLoad
-from .replies import ENTRY_BYTES, Frames, Receipt, Reply
+from .records import read_jobs
+from .replies import Frames, Receipt, Reply
 from .sharded_broker import ShardedBroker, broker_of, sum_of
 from .sharded_lease import AWAY, ShardedLease, tell_shards
 from .submissions import BATCH_BYTES
 
 __all__ = [
-    "ADAPTERS_FROM",
     "AWAY",
     "BATCH_BYTES",
-    "ENTRY_BYTES",
     "MAX_CALL_BYTES",
     "PIECES_COUNT",
-    "SLOTS_FROM",
     "Beat",
     "Broker",
     "Caps",
@@ -46,6 +44,7 @@ __all__ = [
     "kin_of",
     "living_workers",
     "needed",
+    "read_jobs",
     "successor",
     "sum_of",
     "tell_shards",

@@ -14,11 +14,12 @@ from redis.exceptions import ResponseError
 from ..codec import MAX_MESSAGE_BYTES, Job, decode
 from ..errors import ClientReplaced, InvalidField, MessageError, PoolBusy, RedisRefused
 from ..model import GenerateJob, WorkerStatus
-from ..redis import Keys, is_wrong_type, shard_of, text, whole
+from ..redis import ENTRY, Keys, is_wrong_type, piece_field, shard_of, text, whole
 from ..scripts import Scripts, calls
 from .clock import Witness
 from .needs import Waiting, read_waiting
 from .pool_load import PoolLoad, read_load
+from .records import read_jobs
 from .replies import Frames, News, Receipt, Reply, as_replies
 from .submissions import BATCH_BYTES, BATCH_JOBS, batches, same_job
 
@@ -123,13 +124,13 @@ class Broker:
             if text(state) in ENDED:
                 allowed = f"not the id of another job, which is {text(state)}: another job needs another id"
                 raise InvalidField("id", batch[place].job_id, allowed)
-        payloads = await self._each([self.keys.job(batch[place].job_id) for place in places], "p")
-        for place, payload, client in zip(places, payloads, taken[2::3], strict=True):
+        open_now = await self._read([batch[place].job_id for place in places], "payload")
+        for place, found, client in zip(places, open_now, taken[2::3], strict=True):
             one = batch[place]
             if text(client) != one.client:
                 raise InvalidField("id", one.job_id, f"not the id of a job that client {text(client)} has open")
-            # None: it has ended since, or is twice in this call.
-            first = payload or next(other.payload for other in batch if other.job_id == one.job_id)
+            # Without one it has ended since, or is twice in this call.
+            first = found.get("payload") or next(other.payload for other in batch if other.job_id == one.job_id)
             if not same_job(first, one.payload):
                 raise InvalidField("id", one.job_id, "not the id of another open job: another job needs another id")
             batch[place] = one._replace(payload=first)
@@ -186,29 +187,26 @@ class Broker:
         """A client's queued and running jobs, each with its group."""
         pages = self.redis.sscan_iter(self.keys.client(client_id), count=BATCH_JOBS)  # a page may repeat some
         ids = list(dict.fromkeys([text(job) async for job in pages]))
-        groups: list[bytes | None] = []
+        found: list[dict[str, bytes]] = []
         for start in range(0, len(ids), BATCH_JOBS):
-            groups += await self._each([self.keys.job(job_id) for job_id in ids[start : start + BATCH_JOBS]], "G")
-        return {job: text(group) or job for job, group in zip(ids, groups, strict=True)}
+            found += await self._read(ids[start : start + BATCH_JOBS], "group")
+        return {job_id: text(its.get("group")) or job_id for job_id, its in zip(ids, found, strict=True)}
 
     async def submitted(self, job_ids: Iterable[str]) -> dict[str, GenerateJob]:
         """Of these, the generation jobs that are still open, as they were submitted; not those over SHORT_BYTES."""
         ids, jobs = list(job_ids), dict[str, GenerateJob]()
         for start in range(0, len(ids), SHORT_JOBS):
-            keys = [self.keys.job(job_id) for job_id in ids[start : start + SHORT_JOBS]]
-            sizes = await self._each(keys, "z")
-            short = [key for key, size in zip(keys, sizes, strict=True) if whole(size) <= SHORT_BYTES]
-            for payload in filter(None, await self._each(short, "p")):
+            some = ids[start : start + SHORT_JOBS]
+            sizes = await self._read(some, "nbytes")
+            short = [it for it, its in zip(some, sizes, strict=True) if whole(its.get("nbytes")) <= SHORT_BYTES]
+            for found in filter(None, await self._read(short, "payload")):
                 with contextlib.suppress(MessageError):  # a task, or written by a newer version
-                    job = decode(payload, GenerateJob)
+                    job = decode(found["payload"], GenerateJob)
                     jobs[job.id] = job
         return jobs
 
-    async def _each(self, keys: Sequence[str], field: str) -> list[bytes | None]:
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.hget(key, field)
-            return list(await pipe.execute())
+    async def _read(self, job_ids: Sequence[str], *names: str) -> list[dict[str, bytes]]:
+        return await read_jobs(self.redis, self.keys, job_ids, *names)
 
     async def end_overdue(self, budget: int = OVERDUE) -> int:
         """End jobs past their deadline. Returns how many. Workers do this too, but a pool may have no worker."""
@@ -231,15 +229,8 @@ class Broker:
 
     async def states(self, job_ids: Sequence[str]) -> dict[str, str]:
         """Each job's state: q, r, done, cancelled, expired or dead; "" for a job that Redis does not know."""
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for job_id in job_ids:
-                pipe.hget(self.keys.job(job_id), "st")
-            found = await pipe.execute(raise_on_error=False)
-        for state in found:
-            if isinstance(state, Exception) and not is_wrong_type(state):
-                raise state
-        known = (b"" if isinstance(state, Exception) else state for state in found)
-        return {job_id: text(state) for job_id, state in zip(job_ids, known, strict=True)}
+        found = await self._read(job_ids, "state")
+        return {job_id: text(its.get("state")) for job_id, its in zip(job_ids, found, strict=True)}
 
     async def own_replies(self, client_id: str) -> str:
         """Become the one reader of a client's reply stream. Returns what `read_replies` takes as `owner`."""
@@ -303,7 +294,7 @@ class Broker:
         reader: Any = redis
         answer = await reader.xread({self.keys.news(client_id): after}, count=NEWS_COUNT, block=block_ms)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = answer[0][1] if answer else []
-        jobs = frozenset(text(fields.get(b"j")) for _, fields in entries)
+        jobs = frozenset(text(fields.get(ENTRY.job.encode())) for _, fields in entries)
         return News(entries[-1][0].decode() if entries else after, jobs, len(entries) >= NEWS_COUNT)
 
     async def read_pieces(self, job_id: str, wanted: Mapping[int, int]) -> dict[int, list[bytes]]:
@@ -315,7 +306,7 @@ class Broker:
         async with self.redis.pipeline(transaction=False) as pipe:
             for sample in samples:
                 numbers = range(wanted[sample], wanted[sample] + PIECES_COUNT)
-                pipe.hmget(self.keys.job(job_id), [f"k{sample}.{i}" if i else f"k{sample}" for i in numbers])
+                pipe.hmget(self.keys.job(job_id), [piece_field(sample, number) for number in numbers])
             rows = await pipe.execute()
         return {it: list(takewhile(lambda one: one is not None, row)) for it, row in zip(samples, rows, strict=True)}
 
@@ -329,7 +320,7 @@ class Broker:
         owner: Raises ClientReplaced, and drops nothing, if there is a later owner than this one.
         """
         for start in range(0, len(receipts), BATCH_JOBS):
-            entries = (calls.Entry(it.entry_id, it.nbytes) for it in receipts[start : start + BATCH_JOBS])
+            entries = ((it.entry_id, it.nbytes) for it in receipts[start : start + BATCH_JOBS])
             if await self._scripts.run(calls.ack(client_id, owner, *entries)) == b"replaced":
                 raise ClientReplaced(client_id)
 
@@ -365,8 +356,11 @@ class Broker:
         ids = [text(worker) for worker in await self.redis.zrange(self.keys.workers, 0, -1)]
         statuses: list[WorkerStatus] = []
         for start in range(0, len(ids), BATCH_JOBS):
-            keys = [self.keys.worker(worker) for worker in ids[start : start + BATCH_JOBS]]
-            for blob in await self._each(keys, "status"):
+            async with self.redis.pipeline(transaction=False) as pipe:
+                for worker in ids[start : start + BATCH_JOBS]:
+                    pipe.hget(self.keys.worker(worker), "status")
+                blobs = await pipe.execute()
+            for blob in blobs:
                 # During an upgrade a status of another major version must not hide the others.
                 with contextlib.suppress(MessageError):
                     statuses += [decode(blob, WorkerStatus)] if blob else []

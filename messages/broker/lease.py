@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +12,11 @@ from redis.asyncio import Redis
 
 from ..codec import Result, encode
 from ..errors import LeaseLost
-from ..model import PRIORITIES, Partial, WorkerStatus
-from ..redis import Keys, name_once, shard_of, text, whole
+from ..model import Partial, WorkerStatus
+from ..redis import JOB, PROGRESS, Keys, name_once, shard_of, text, whole
 from ..scripts import Scripts, calls
 from .clock import Witness
+from .records import read_jobs
 
 REAPED = 128
 """One call of `reap` is about at most so many jobs and workers."""
@@ -106,10 +106,6 @@ class Release:
     lost: bool = False
 
 
-_SAID = frozenset({b"x", b"c", b"M", b"P"})
-_PROGRESS = re.compile(rb"([sk])(\d{1,9})(?:\.(\d{1,9}))?")
-
-
 class Lease:
     """One incarnation of a worker. It ends with LeaseLost: the worker joins again under a new id."""
 
@@ -171,8 +167,7 @@ class Lease:
     async def learn(self, committed: int, adapters: Mapping[str, int]) -> None:
         """Tell this shard of a committed version and of adapters that the home of the pool has. The home knows them."""
         if self.keys.shard:
-            known = (calls.AdapterVersion(*adapter) for adapter in adapters.items())
-            await self._scripts.run(calls.learn(committed, *known))
+            await self._scripts.run(calls.learn(committed, *adapters.items()))
 
     async def join(self, status: WorkerStatus) -> Beat:
         """Register. From then on the worker may claim. Each beat renews the lease for `lease_s` seconds."""
@@ -207,9 +202,9 @@ class Lease:
         reply to a claim was lost, the next call returns the same jobs. Raises LeaseLost.
         """
         number = self._claims + 1
-        has = (calls.AdapterVersion(*adapter) for adapter in (adapters or {}).items())
+        has = (adapters or {}).items()
         holds = "" if self.holds is None else max(0, self.holds() + carried)
-        limits = max_jobs, max_samples, version, len(PRIORITIES), self.can, holds
+        limits = max_jobs, max_samples, version, self.can, holds
         pace = f"{self.pace():.4g}/{self.engine}"
         answer = await self._scripts.run(calls.claim(self.worker_id, number, *limits, pace, self._denied, *has))
         if answer[0] == b"NOLEASE":
@@ -223,7 +218,7 @@ class Lease:
 
     async def complete(self, finished: Sequence[Finished]) -> list[str]:
         """Publish samples. Returns for each "ok", "again" (published before) or "fenced" (another has the job)."""
-        samples = (calls.FinishedSample(it.job_id, it.attempt, it.sample, it.payload) for it in finished)
+        samples = ((it.job_id, it.attempt, it.sample, it.payload) for it in finished)
         return [state.decode() for state in await self._scripts.run(calls.complete(self.worker_id, *samples))]
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
@@ -232,10 +227,7 @@ class Lease:
         A repeated piece is harmless. "gap": an earlier piece is missing and this one was not kept. Begin with 0 again.
         "full": the pool has no room for it, and it was not kept. It may be sent again, also as a part of a longer one.
         """
-        saved = (
-            calls.SavedPiece(it.job_id, it.attempt, it.sample, it.number, it.payload, 1 if it.streamed else "")
-            for it in pieces
-        )
+        saved = ((it.job_id, it.attempt, it.sample, it.number, it.payload, 1 if it.streamed else "") for it in pieces)
         return [state.decode() for state in await self._scripts.run(calls.checkpoint(self.worker_id, *saved))]
 
     async def release(self, jobs: Sequence[Release], max_lost: int, to: str = "") -> list[str]:
@@ -282,11 +274,8 @@ class Lease:
 
     async def attempts(self, job_ids: Sequence[str]) -> dict[str, int]:
         """The current attempt of each job, 0 for a job that Redis does not have."""
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for job_id in job_ids:
-                pipe.hget(self.keys.job(job_id), "a")
-            found = await pipe.execute()
-        return {job_id: whole(attempt) for job_id, attempt in zip(job_ids, found, strict=True)}
+        found = await read_jobs(self.redis, self.keys, job_ids, "attempt")
+        return {job_id: whole(its.get("attempt")) for job_id, its in zip(job_ids, found, strict=True)}
 
     async def held(self) -> frozenset[str]:
         """Ids of the jobs Redis has under this worker's name."""
@@ -297,13 +286,13 @@ def _claim(raw: list[Any]) -> Claim:
     job_id, attempt, n, queued_ms, left_ms, payload, progress = raw
     published: set[int] = set()
     pieces: dict[int, dict[int, bytes]] = {}
-    said: dict[bytes, bytes] = {}
-    for name, content in zip(progress[::2], progress[1::2], strict=True):
-        if name in _SAID:
+    said: dict[str, bytes] = {}
+    for name, content in zip(map(text, progress[::2]), progress[1::2], strict=True):
+        if name in (JOB.ending, JOB.lost, JOB.moves, JOB.prefers):
             said[name] = content
-        elif (found := _PROGRESS.fullmatch(name)) is None:
-            name_once(f"job {text(job_id)}: field {text(name)[:80]!r}: it is left out")
-        elif found[1] == b"s":
+        elif (found := PROGRESS.fullmatch(name)) is None:
+            name_once(f"job {text(job_id)}: field {name[:80]!r}: it is left out")
+        elif found[1] == JOB.sample:
             published.add(int(found[2]))
         else:
             pieces.setdefault(int(found[2]), {})[int(found[3] or 0)] = content
@@ -315,10 +304,10 @@ def _claim(raw: list[Any]) -> Claim:
         left_s=int(left_ms) / 1000 if left_ms != b"" else None,
         payload=payload,
         published=frozenset(published),
-        ending=b"x" in said,
-        lost=whole(said.get(b"c")),
-        moves=whole(said.get(b"M")),
-        preferred=b"P" in said,
+        ending=JOB.ending in said,
+        lost=whole(said.get(JOB.lost)),
+        moves=whole(said.get(JOB.moves)),
+        preferred=JOB.prefers in said,
         partials={
             sample: tuple(numbered[number] for number in sorted(numbered))
             for sample, numbered in pieces.items()

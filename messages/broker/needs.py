@@ -16,16 +16,11 @@ from redis.exceptions import ResponseError
 
 from ..codec import Job
 from ..model import PRIORITIES, GenerateJob
-from ..redis import Keys, is_wrong_type, text, whole
+from ..redis import SLOT, SLOTS_FROM, Keys, is_wrong_type, text, whole
 
 GENERATE = "generate"
 PLAIN_CONTEXT = 1024
 """A job without optional features that needs no longer context says nothing: every engine is expected to run it."""
-
-
-ADAPTERS_FROM, SLOTS_FROM, SLOT = 1 << 40, 1 << 52, 1 << 32
-"""Scores in `later`, as in claim.lua: below the first a version of the weights, then an adapter's number times it and a
-version of that, then a slot of needs and tokens of context."""
 
 
 @dataclass(frozen=True, slots=True)

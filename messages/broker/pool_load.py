@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..redis import Keys, whole
@@ -49,26 +49,20 @@ async def read_load(redis: Any, keys: Keys) -> PoolLoad:
         pipe.hgetall(keys.load)
         *counts, suspects, counters = await pipe.execute()
 
-    def count(name: str) -> int:
-        return whole(counters.get(name.encode()))
+    names = [it.name for it in fields(PoolLoad) if it.name not in {"queued", "suspects"}]
+    counted = {name: whole(counters.get(_COUNTERS.get(name, name).encode())) for name in names}
+    queued = tuple(counts[i] + counts[i + 1] for i in range(0, len(counts), 2))
+    return PoolLoad(queued=queued, suspects=suspects, **counted)
 
-    return PoolLoad(
-        queued=tuple(counts[i] + counts[i + 1] for i in range(0, len(counts), 2)),
-        suspects=suspects,
-        open_jobs=count("jobs"),
-        open_bytes=count("bytes"),
-        unread_bytes=count("unread"),
-        letter_bytes=count("letters"),
-        saved_bytes=count("saved"),
-        cap_bytes=count("cap"),
-        set_aside=count("aside"),
-        accepted=count("accepted"),
-        done=count("done"),
-        cancelled=count("cancelled"),
-        expired=count("expired"),
-        dead=count("dead"),
-        attempts=count("attempts"),
-        redelivered=count("redelivered"),
-        leases_lost=count("leases_lost"),
-        taken_bytes=count("taken"),
-    )
+
+_COUNTERS = {
+    "open_jobs": "jobs",
+    "open_bytes": "bytes",
+    "unread_bytes": "unread",
+    "letter_bytes": "letters",
+    "saved_bytes": "saved",
+    "cap_bytes": "cap",
+    "set_aside": "aside",
+    "taken_bytes": "taken",
+}
+"""Fields of `load` under other names."""

@@ -11,10 +11,8 @@ from pydantic import ValidationError
 from ..codec import RESULTS, Result, decode_one_of
 from ..errors import MessageError
 from ..model import JobFailure
-from ..redis import text
+from ..redis import ENTRY, ENTRY_BYTES, text
 
-ENTRY_BYTES = 64
-"""As in lib.lua."""
 Frames = list[bytes | None]
 """Encoded messages; None where there is none."""
 
@@ -51,21 +49,23 @@ def as_replies(entries: Iterable[tuple[bytes, dict[bytes, bytes]]], frames: Fram
     """The entries of a stream. frames: gets the encoded result of each, None of a failure."""
     replies = []
     for entry_id, fields in entries:
-        replies.append(Reply(entry_id.decode(), as_outcome(fields), fields.get(b"l") != b"0", counted(fields)))
+        named = {text(name): value for name, value in fields.items()}
+        replies.append(Reply(entry_id.decode(), as_outcome(named), named.get(ENTRY.last) != b"0", counted(named)))
         if frames is not None:
-            frames.append(fields.get(b"m"))
+            frames.append(named.get(ENTRY.result))
     return replies
 
 
-def counted(fields: dict[bytes, bytes]) -> int:
-    return ENTRY_BYTES + sum(len(fields.get(name, b"")) for name in (b"m", b"c", b"h", b"e"))
+def counted(fields: dict[str, bytes]) -> int:
+    told = (ENTRY.result, ENTRY.cause, ENTRY.host, ENTRY.error)
+    return ENTRY_BYTES + sum(len(fields.get(name, b"")) for name in told)
 
 
-def as_outcome(fields: dict[bytes, bytes]) -> Result | JobFailure:
-    job_id = text(fields.get(b"j"))
-    if b"m" in fields:
+def as_outcome(fields: dict[str, bytes]) -> Result | JobFailure:
+    job_id = text(fields.get(ENTRY.job))
+    if ENTRY.result in fields:
         try:
-            return decode_one_of(fields[b"m"], RESULTS)
+            return decode_one_of(fields[ENTRY.result], RESULTS)
         except MessageError as error:
             return JobFailure(job_id=job_id, outcome="dead", cause="a result cannot be read", error=str(error))
     raw: dict[str, Any] = {name: text(fields.get(short)) for name, short in _FAILURE.items()}
@@ -76,11 +76,11 @@ def as_outcome(fields: dict[bytes, bytes]) -> Result | JobFailure:
 
 
 _FAILURE = {
-    "group_id": b"G",
-    "outcome": b"o",
-    "cause": b"c",
-    "host": b"h",
-    "error": b"e",
-    "attempts": b"a",
-    "published": b"d",
+    "group_id": ENTRY.group,
+    "outcome": ENTRY.outcome,
+    "cause": ENTRY.cause,
+    "host": ENTRY.host,
+    "error": ENTRY.error,
+    "attempts": ENTRY.attempts,
+    "published": ENTRY.published,
 }

@@ -137,10 +137,9 @@ async def tell_shards(redis: Redis, pool: str, committed: int, adapters: Mapping
     that did not hear of it tells it again."""
 
     async def tell(shard: int, its: Redis) -> None:
-        known = (calls.AdapterVersion(*adapter) for adapter in adapters.items())
         try:
             async with asyncio.timeout(TELL_S):
-                await Scripts(its, Keys(pool, shard)).run(calls.learn(committed, *known))
+                await Scripts(its, Keys(pool, shard)).run(calls.learn(committed, *adapters.items()))
         except (RedisError, OSError) as error:
             log.warning("shard %d has not heard of version %d yet: %s", shard, committed, error or "it is silent")
 

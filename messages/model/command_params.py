@@ -45,12 +45,9 @@ class NoParams(Params):
     """Base of the actions that take no parameters."""
 
 
-class VersionParams(NoParams):
-    """Which version each worker serves, and in which state it is."""
-
-
-class AdaptersParams(NoParams):
-    """LoRA adapters of each worker."""
+def _without(about: str) -> type[NoParams]:
+    """The parameters of an action that takes none. about: its help."""
+    return type("NoParams", (NoParams,), {"__doc__": about, "__module__": __name__})
 
 
 class PauseParams(Params):
@@ -63,10 +60,6 @@ class PauseParams(Params):
 
     mode: PauseMode = Field(default="abort", description="finish, abort, retract or in_place.")
     hand_back: bool = Field(default=False, description=f"{_HAND_BACK} Not with finish and in_place.")
-
-
-class ResumeParams(NoParams):
-    """Continue after `pause`."""
 
 
 class AbortParams(Params):
@@ -86,15 +79,6 @@ class StopParams(Params):
     )
 
 
-class SleepParams(Params):
-    """Give up GPU memory, all of it or by tag."""
-
-    tags: tuple[MemoryTag, ...] = Field(
-        default=(), max_length=3, description="weights, kv_cache or cuda_graph; repeatable. Default: all."
-    )
-    hand_back: bool = Field(default=False, description=_HAND_BACK)
-
-
 class WakeParams(Params):
     """Take GPU memory again, all of it or by tag."""
 
@@ -103,12 +87,10 @@ class WakeParams(Params):
     )
 
 
-class FlushCacheParams(NoParams):
-    """Forget cached prefixes. What runs is interrupted for it, and continues."""
+class SleepParams(WakeParams):
+    """Give up GPU memory, all of it or by tag."""
 
-
-class ClearStorageParams(NoParams):
-    """Empty the storage of a hierarchical cache."""
+    hand_back: bool = Field(default=False, description=_HAND_BACK)
 
 
 class SetVersionParams(Params):
@@ -204,16 +186,16 @@ class JournalParams(Params):
 
 
 ACTIONS: dict[str, type[Params]] = {
-    "version": VersionParams,
-    "adapters": AdaptersParams,
+    "version": _without("Which version each worker serves, and in which state it is."),
+    "adapters": _without("LoRA adapters of each worker."),
     "pause": PauseParams,
-    "resume": ResumeParams,
+    "resume": _without("Continue after `pause`."),
     "abort": AbortParams,
     "stop": StopParams,
     "sleep": SleepParams,
     "wake": WakeParams,
-    "flush_cache": FlushCacheParams,
-    "clear_storage": ClearStorageParams,
+    "flush_cache": _without("Forget cached prefixes. What runs is interrupted for it, and continues."),
+    "clear_storage": _without("Empty the storage of a hierarchical cache."),
     "set_version": SetVersionParams,
     "audit": AuditParams,
     "save": SaveParams,

@@ -1,23 +1,27 @@
-"""Every Redis key name, in one place.
+"""Every Redis key, in one place: its name, what it is, how long it stays and what it holds.
 
 All keys of a pool carry the same hash tag `{pool}`, so a pool lives in one slot of a Redis Cluster and one script may
-touch several of its keys. The Lua scripts build per-job, per-worker and per-client names from `prefix` the same way.
+touch several of its keys. The Lua scripts say `KEY.<attribute>` for them, the audit checks them. docs/redis.md has a
+table of them, made of the docstrings here and in fields.py.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Generic, Literal, TypeVar, cast
 
 from ..errors import InvalidField
-from ..model import PRIORITIES
+from . import fields
+from .fields import CLASSES, ENTRY, JOB
 
-ID_LENGTH = 32
-
-
-def id_in(member: bytes) -> bytes:
-    """The job id in a member of `queues` or `later`."""
-    return member[-ID_LENGTH:]
+T = TypeVar("T")
+_POOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+Life = Literal["fixed", "ttl", "worker", "job", "client"]
+"""fixed: one of a few names, may stay. ttl: must expire. worker: belongs to a registered worker. job: open, or expires.
+client: exists only while it names open jobs."""
 
 
 def later_member(turn: int, job_id: str) -> str:
@@ -25,17 +29,43 @@ def later_member(turn: int, job_id: str) -> str:
     return f"{turn:015d}:{job_id}"
 
 
-_POOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+class Key(Generic[T]):
+    """A kind of key, named like the attribute unless `name` says otherwise.
+
+    type: as Redis' TYPE says it; "" for what a script has set aside because it was of a wrong type. index: its members
+    are ids of jobs. of: whose it is, which follows the name; CLASSES of them where it is a priority class.
+    """
+
+    def __init__(self, type: str, life: Life = "fixed", of: str = "", *, name: str = "", index: bool = False) -> None:
+        self.type, self.life, self.of, self.index = type, life, of, index
+        self.attribute, self._name = "", name
+
+    def __set_name__(self, _: type, attribute: str) -> None:
+        self.attribute = attribute
+
+    @property
+    def name(self) -> str:
+        """Without the pool's prefix, and without whose it is."""
+        return (self._name or self.attribute) + (":" if self.of else "")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its keys, without the pool's prefix. One that ends with ":" is the beginning of many."""
+        return tuple(f"{self.name}{number}" for number in range(CLASSES)) if self.of == CLASS else (self.name,)
+
+    def __get__(self, keys: Keys, _: type) -> T:
+        start = keys.prefix + self.name
+        if not self.of:
+            return cast("T", start)
+        if self.of == CLASS:
+            return cast("T", tuple(keys.prefix + name for name in self.names))
+        return cast("T", lambda of: f"{start}{of}")
 
 
-class _Key:
-    """A key that is named like the attribute."""
-
-    def __set_name__(self, _: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, keys: Keys, _: type) -> str:
-        return f"{keys.prefix}{self._name}"
+CLASS = "class"
+One = Key[str]
+Each = Key[Callable[[object], str]]
+Classes = Key[tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,124 +87,95 @@ class Keys:
         """Start of every key of the pool's shard. No pool has such a name as further shards have: it contains a ':'."""
         return f"rmq:{{{self.pool}:{self.shard}}}:" if self.shard else f"rmq:{{{self.pool}}}:"
 
-    @property
-    def queues(self) -> tuple[str, ...]:
-        """ZSET per priority class, highest class first: job id -> its turn. The lowest goes first; see lib_jobs.lua."""
-        return tuple(f"{self.prefix}queued:{index}" for index in range(len(PRIORITIES)))
+    job = Each("hash", "job", "job id")
+    """The record of a job: see the next table"""
+    queues = Classes("zset", "fixed", CLASS, name="queued", index=True)
+    """Queued jobs -> their turns, the lowest goes first"""
+    turns = Classes("zset", "fixed", CLASS)
+    """Tenants -> turn of the next job, as far as it is still to come"""
+    later = Classes("zset", "fixed", CLASS, index=True)
+    """Jobs that wait for newer weights, an adapter, a preferred worker or an engine that can do more, as `<turn, 15
+    digits>:<job id>` -> the version that it needs; 2^40 times an adapter's number, plus the version; 2^52 plus 2^32
+    times a slot of `needs`, plus tokens of context; or minus the preferred worker's number"""
+    prefers = One("zset", index=True)
+    """Jobs in `later` -> until when they wait for a preferred worker"""
+    suspects = One("list")
+    """Jobs on their last chance; each runs alone"""
+    ward = One("string", "ttl")
+    """`<ms>@<worker id>`: who runs suspects, until then"""
+    deadlines = One("zset", index=True)
+    """Jobs -> deadlines"""
+    held = Each("set", "worker", "worker id", index=True)
+    """Jobs that it holds"""
+    client = Each("set", "client", "client id", index=True)
+    """Its open jobs"""
+    reply = Each("stream", "ttl", "client id")
+    """Results, until the client has taken them: see the last table"""
+    reader = Each("stream", "ttl", "client id")
+    """One entry: who opened the client last. Only that one reads `reply`"""
+    news = Each("stream", "ttl", "client id")
+    """Samples of streamed jobs with a new piece; bounded"""
+    unread = One("hash")
+    """Client id -> bytes of its results"""
+    workers = One("zset")
+    """Worker id -> end of its lease"""
+    worker = Each("hash", "worker", "worker id")
+    """Its status, encoded, its last claim, the suspect it runs alone, its number for `later`"""
+    takers = One("hash")
+    """Worker id -> what it holds and may take, as its last claim said (`lib_spread.lua`)"""
+    needs = One("hash")
+    """What workers can do -> end of the last such lease; what jobs wait for -> number of its slot (`lib_needs.lua`)"""
+    wake = One("list", "ttl")
+    """Tokens, no more than workers or new jobs, for workers that block on it"""
+    token = Each("list", "ttl", "worker id")
+    """At most one token: work for this worker, or for all that can do the same"""
+    clock = One("hash")
+    """The pool's clock, in ms (`lib_base.lua`)"""
+    load = One("hash")
+    """Counters, and what is there once: turns, shares, the layout of shards, the newest refusal (`busy`)"""
+    bell = One("stream")
+    """Announces changes: weights, cancellations, moves, commands; bounded"""
+    command = Each("hash", "ttl", "command id")
+    """A command, encoded (`m`), until its deadline, and which of its workers (`w:<worker id>`) have taken it"""
+    answers = Each("hash", "ttl", "command id")
+    """Worker id -> its answer"""
+    dead = One("stream")
+    """Dead letters"""
+    letters = One("zset")
+    """`<entry id> <bytes>` of each dead letter -> its time"""
+    weights = One("hash")
+    """Newest committed version, its digest, the newest announced one, the last transfer and the one under way; of an
+    adapter its newest versions, where it is offered, and its number"""
+    version = Each("hash", "ttl", "version")
+    """Its state (`st`) and when it changed; an adapter's versions are `<name>@<number>`"""
+    epoch = Each("hash", "ttl", "transfer")
+    """State (`st`), announcement (`m`), and reports by worker"""
+    holders = One("hash")
+    """Worker id, or nothing for the trainer -> where it offers the committed version, as JSON"""
+    transfers = One("stream")
+    """Workers' reports of transfers, for senders; bounded"""
+    scaler = One("string", "ttl")
+    """The process that scales the pool"""
+    starting = One("hash", "ttl")
+    """`<host>-<pid>` of a worker that starts -> when it began and last said so; nothing -> ms of the last start"""
+    mark = One("string", "ttl")
+    """Written before WAIT"""
+    aside = Each("", "ttl", "name")
+    """What had that name and was in the way: of a wrong type, or a full stream"""
 
-    @property
-    def turns(self) -> tuple[str, ...]:
-        """ZSET per priority class: tenant -> the turn of its next job, as far as it is still to come."""
-        return tuple(f"{self.prefix}turns:{index}" for index in range(len(PRIORITIES)))
 
-    @property
-    def later(self) -> tuple[str, ...]:
-        """ZSET, per priority class, of jobs that wait for newer weights, for an adapter, for a preferred worker, or
-        for one whose engine can do more (see claim.lua). A member is <turn, 15 digits>:<job id>; see `id_in`.
+KEYS: tuple[Key[object], ...] = tuple(key for key in vars(Keys).values() if isinstance(key, Key))
 
-        Score: the version that the job needs. For an adapter, its number in the pool times 2^40 is added. If the job
-        waits for the worker it prefers, the score is minus that worker's number in the pool.
-        """
-        return tuple(f"{self.prefix}later:{index}" for index in range(len(PRIORITIES)))
 
-    prefers = _Key()
-    """ZSET job id -> time of the pool's clock until which the job, in `later`, waits for the worker that it prefers."""
-    suspects = _Key()
-    """LIST of job ids on their last chance. Each of them runs alone."""
-    ward = _Key()
-    """STRING with a TTL, <ms>@<worker id>: the worker that runs suspects, until then by the pool's clock."""
+@cache
+def script_words() -> dict[str, str]:
+    """The scripts' words for what is in Redis (`KEY.workers`, `JOB.state`, `SLOT`), and what stands for each in a text.
 
-    def job(self, job_id: str) -> str:
-        """HASH, the record of a job: payload, state, owner, attempt, published samples, partials."""
-        return f"{self.prefix}job:{job_id}"
-
-    def held(self, worker_id: str) -> str:
-        """SET of the job ids a worker holds."""
-        return f"{self.prefix}held:{worker_id}"
-
-    def client(self, client_id: str) -> str:
-        """SET of the ids of a client's open jobs."""
-        return f"{self.prefix}client:{client_id}"
-
-    def worker(self, worker_id: str) -> str:
-        """HASH of a worker's encoded status and its last claim."""
-        return f"{self.prefix}worker:{worker_id}"
-
-    def reply(self, client_id: str) -> str:
-        """STREAM of results for one client. Entries stay until the client has taken them."""
-        return f"{self.prefix}reply:{client_id}"
-
-    def reader(self, client_id: str) -> str:
-        """STREAM of one entry (with a TTL): whoever opened the client last. Only that one reads the reply stream."""
-        return f"{self.prefix}reader:{client_id}"
-
-    def news(self, client_id: str) -> str:
-        """STREAM (bounded, with a TTL) of the samples of streamed jobs that have a new piece in their job's record."""
-        return f"{self.prefix}news:{client_id}"
-
-    def version(self, version: int | str) -> str:
-        """HASH of one weights version in the ledger; an adapter's versions are <name>@<number>."""
-        return f"{self.prefix}version:{version}"
-
-    def epoch(self, epoch: int) -> str:
-        """HASH of one weight transfer: announcement, reports."""
-        return f"{self.prefix}epoch:{epoch}"
-
-    def command(self, command_id: str) -> str:
-        """HASH of a command, until its deadline: the command, and which of its workers have taken it."""
-        return f"{self.prefix}command:{command_id}"
-
-    def answers(self, command_id: str) -> str:
-        """HASH worker id -> its answer to a command."""
-        return f"{self.prefix}answers:{command_id}"
-
-    def aside(self, name: str) -> str:
-        """What had that name (without the prefix) and was in the way: of a wrong type, or a full stream. With a TTL."""
-        return f"{self.prefix}aside:{name}"
-
-    workers = _Key()
-    """ZSET worker id -> lease end, by the pool's clock."""
-    deadlines = _Key()
-    """ZSET job id -> deadline, by the pool's clock."""
-    clock = _Key()
-    """HASH, the pool's clock in milliseconds: what was witnessed of it and what nobody watched. See lib_base.lua."""
-    load = _Key()
-    """HASH of counters: jobs and bytes open now, unread bytes, turns owed to lower classes, totals; and of the newest
-    submission that was refused: `busy`, <ms by Redis' clock> <why> <client>."""
-    unread = _Key()
-    """HASH client id -> bytes of results on its reply stream."""
-    takers = _Key()
-    """HASH worker id -> what it holds and may take, as its last claim said. See lib_spread.lua."""
-    wake = _Key()
-    """LIST of tokens, no more than workers or new jobs: there is work for a worker that blocks on it."""
-
-    def token(self, worker_id: str) -> str:
-        """LIST with at most one token: there is work that only this worker takes, or all of its `kin_of`."""
-        return f"{self.prefix}token:{worker_id}"
-
-    needs = _Key()
-    """HASH of what workers can do and until when their leases last, and of the slots of jobs that wait for some of
-    them. See claim.lua."""
-
-    bell = _Key()
-    """STREAM (bounded) that announces changes: weights, cancellations, controls. See Ring."""
-    dead = _Key()
-    """STREAM of dead letters."""
-    letters = _Key()
-    """ZSET '<entry id> <bytes>' of each dead letter -> the id's time. `load` has the sum of the bytes."""
-    scaler = _Key()
-    """STRING with a TTL: the process that scales the pool, so that no second one does."""
-    starting = _Key()
-    """HASH with a TTL: a worker that starts, <host>-<pid> -> when it began and when it last said so, in ms by Redis'
-    clock. "" -> how many ms the last start took, from there until the worker was in the pool."""
-    mark = _Key()
-    """STRING with a TTL, written before WAIT; see scripts/runner.py."""
-    weights = _Key()
-    """HASH: newest committed version and its tensors' digest, last epoch, the epoch under way.
-
-    By adapter: its newest committed version, and its number in the pool.
+    A key with a part of its own (`KEY.job`, `KEY.queues`) is the text before that part.
     """
-    holders = _Key()
-    """HASH worker id, or "" for the trainer -> JSON of where it offers the newest committed version to others."""
-    transfers = _Key()
-    """STREAM (bounded) of workers' reports of transfers. Only senders listen to it."""
+    words = {f"KEY.{key.attribute}": f"prefix .. '{key.name}'" for key in KEYS}
+    for record in (JOB, ENTRY):
+        words |= {f"{record.__name__}.{name}": f"'{it}'" for name, it in vars(record).items() if name[0] != "_"}
+    words |= {f"AT.{name}": str(place) for place, name in enumerate(fields.CLAIMED, 1)}
+    words["AT.all"] = ", ".join(words[f"JOB.{name}"] for name in fields.CLAIMED)
+    return words | {name: str(getattr(fields, name)) for name in fields.NUMBERS}

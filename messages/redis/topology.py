@@ -13,6 +13,7 @@ import builtins
 import re
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from redis.asyncio import Redis
@@ -181,18 +182,6 @@ class _Plain(AbstractConnection):
             raise meaning(error) from None
 
 
-class TcpLink(_Plain, Connection):
-    """To one address."""
-
-
-class TlsLink(_Plain, SSLConnection):
-    """To one address, through TLS."""
-
-
-class SocketLink(_Plain, UnixDomainSocketConnection):
-    """To a unix socket."""
-
-
 class _Found(Connection):
     """A connection that asks a Finder where to go every time it connects."""
 
@@ -215,21 +204,20 @@ class _Found(Connection):
             raise ConnectionError(f"{self.host}:{self.port} is no primary any more ({role.decode()})")
 
 
-class FoundTcpLink(_Plain, _Found):
-    """To wherever the Finder says."""
-
-
-class FoundTlsLink(_Plain, _Found, SSLConnection):
-    """To wherever the Finder says, through TLS."""
-
-
 def link(target: Target, keys: Keys | None) -> dict[str, Any]:
     """The connection class for `target`, and the arguments that only it needs. keys: of the shard, for a cluster."""
+    if not target.nodes:
+        return {"connection_class": _link(UnixDomainSocketConnection)}
+    kind = SSLConnection if target.tls else Connection
     if target.kind == "single":
-        if not target.nodes:
-            return {"connection_class": SocketLink}
-        return {"connection_class": TlsLink if target.tls else TcpLink}
+        return {"connection_class": _link(kind)}
     finder: Finder = (
         SentinelFinder(target) if keys is None or target.kind == "sentinel" else ClusterFinder(target, keys)
     )
-    return {"connection_class": FoundTlsLink if target.tls else FoundTcpLink, "finder": finder}
+    return {"connection_class": _link(_Found, kind) if target.tls else _link(_Found), "finder": finder}
+
+
+@cache
+def _link(*kinds: type) -> type:
+    """The class of such connections that raises as _Plain does."""
+    return type("Link", (_Plain, *kinds), {})

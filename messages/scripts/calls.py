@@ -1,7 +1,8 @@
 """Every script as a typed function that builds one call: `await scripts.run(calls.expire(worker, job_id, attempt))`.
 
 A function has the script's name, and its parameters are the arguments that the script's header names, in that order.
-Both are compared when this module is imported. What an argument means, and what a script returns, is in its header.
+Both are compared when this module is imported. What an argument means, what is in a row, and what a script returns, is
+in its header.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, get_type_hints
+from typing import Any, NamedTuple, ParamSpec
 
 from .source import script_path
 
@@ -22,13 +23,6 @@ class Call(NamedTuple):
 
     script: str
     args: tuple[Arg, ...]
-
-
-class Entry(NamedTuple):
-    """Of a reply stream."""
-
-    entry_id: str
-    nbytes: int
 
 
 class Submission(NamedTuple):
@@ -49,56 +43,18 @@ class Submission(NamedTuple):
     needs: str
 
 
-class AdapterVersion(NamedTuple):
-    """What a worker has of an adapter."""
-
-    name: str
-    version: int
-
-
-class FinishedSample(NamedTuple):
-    """A sample to be published."""
-
-    job_id: str
-    attempt: int
-    sample: int
-    payload: bytes
-
-
-class SavedPiece(NamedTuple):
-    """A piece of an unfinished sample."""
-
-    job_id: str
-    attempt: int
-    sample: int
-    number: int
-    payload: bytes
-    tell: int | str
-
-
-class AuditedKey(NamedTuple):
-    """A key and the worker it belongs to."""
-
-    name: bytes
-    worker: str | bytes
-
-
 def _header(name: str) -> str:
     """The arguments that the script's header names, behind the prefix."""
     found = re.search(r"^-- ARGV: prefix(?:, ((?:.*,\n--\s+)*.*))?$", script_path(name).read_text(), re.MULTILINE)
-    return re.sub(r"\s*\n--\s*", " ", found[1] or "") if found else "no arguments"
+    return re.sub(r" \([^)]*\)", "", re.sub(r"\s*\n--\s*", " ", found[1] or "")) if found else "no arguments"
 
 
 def _call(declared: Callable[P, None]) -> Callable[P, Call]:
     """Makes the declaration a builder of calls. Raises TypeError if its parameters are not those of the header."""
     name, signature = declared.__name__, inspect.signature(declared)
-    rows = {key: getattr(hint, "_fields", ()) for key, hint in get_type_hints(declared).items()}
-    shown = [
-        f"*{it.name} ({', '.join(rows[it.name])})".removesuffix(" ()") if it.kind is it.VAR_POSITIONAL else it.name
-        for it in signature.parameters.values()
-    ]
-    if ", ".join(shown) != _header(name):
-        raise TypeError(f"{name}.lua takes {_header(name)}; here it is declared with {', '.join(shown)}")
+    shown = ", ".join(str(it).partition(":")[0] for it in signature.parameters.values())
+    if shown != _header(name):
+        raise TypeError(f"{name}.lua takes {_header(name)}; here it is declared with {shown}")
 
     def call(*args: P.args, **named: P.kwargs) -> Call:
         given: tuple[Any, ...] = signature.bind(*args, **named).args if named else args
@@ -124,7 +80,7 @@ def stop(cause: str, *job_ids: str) -> None: ...
 @_call
 def overdue(most: int, heard: int | str, passed: int, client: str) -> None: ...
 @_call
-def ack(client: str, owner: str, *entries: Entry) -> None: ...
+def ack(client: str, owner: str, *entries: tuple[str, int]) -> None: ...
 @_call
 def claim(
     worker: str,
@@ -132,17 +88,16 @@ def claim(
     max_jobs: int,
     max_samples: int,
     version: int,
-    classes: int,
     can: str,
     holds: int | str,
     pace: str,
     waited: int,
-    *adapters: AdapterVersion,
+    *adapters: tuple[str, int],
 ) -> None: ...
 @_call
-def checkpoint(worker: str, *pieces: SavedPiece) -> None: ...
+def checkpoint(worker: str, *pieces: tuple[Arg, ...]) -> None: ...
 @_call
-def complete(worker: str, *samples: FinishedSample) -> None: ...
+def complete(worker: str, *samples: tuple[str, int, int, bytes]) -> None: ...
 @_call
 def release(worker: str, max_lost: int, to: str, *jobs: tuple[Arg, ...]) -> None: ...
 @_call
@@ -184,7 +139,7 @@ def close(epoch: int, version: int | str, state: str, remember_s: int, digest: s
 
 
 @_call
-def learn(committed: int, *adapters: AdapterVersion) -> None: ...
+def learn(committed: int, *adapters: tuple[str, int]) -> None: ...
 
 
 @_call
@@ -206,9 +161,9 @@ def answer_command(command_id: str, worker: str, reply: bytes, keep_s: int, most
 
 
 @_call
-def audit_keys(*keys: AuditedKey) -> None: ...
+def audit_keys(*keys: tuple[bytes, str | bytes]) -> None: ...
 @_call
-def audit_jobs(classes: int, search: int, *job_ids: bytes) -> None: ...
+def audit_jobs(search: int, *job_ids: bytes) -> None: ...
 @_call
 def audit_members(index: str, *job_ids: bytes) -> None: ...
 @_call

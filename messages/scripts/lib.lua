@@ -10,20 +10,19 @@ local LETTERS_LEAST = 1048576  -- said them; but into so many bytes at least
 local TRIMMED = 2048           -- letters that one call pushes out at most, so many at a time:
 local TRIMMED_AT_ONCE = 64
 local REPLY_TTL_S = 604800     -- an absent client's results are kept a week after the last one
-local ENTRY_BYTES = 64         -- bytes that an entry of a reply stream counts for beside its content
 local NEWS = 256               -- about how many notices of new pieces are kept for a client, and for how long
 local NEWS_TTL_S = 60
 
 -- Count `bytes` of results on a client's reply stream, negative when the client takes them. HASH `unread` has the sums.
 local function count_unread(client, bytes)
-  redis.call('HINCRBY', prefix .. 'unread', client, bytes)
+  redis.call('HINCRBY', KEY.unread, client, bytes)
   redis.call('HINCRBY', load_key, 'unread', bytes)
 end
 
 -- Clear the counter of a client whose reply stream is empty or has expired.
 local function nothing_unread(client)
-  local left = counted(redis.call('HGET', prefix .. 'unread', client))
-  redis.call('HDEL', prefix .. 'unread', client)
+  local left = counted(redis.call('HGET', KEY.unread, client))
+  redis.call('HDEL', KEY.unread, client)
   if left ~= 0 then redis.call('HINCRBY', load_key, 'unread', -left) end
 end
 
@@ -46,28 +45,26 @@ local function remembered_s()
   return tombstone_s
 end
 
--- Replace the record of job `id` by a tombstone and remove it from every index. The caller updates the counters but
--- `saved`. f: fields by name.
-local function bury_record(id, outcome, owner, f)
+-- Replace the record of job `id` by a tombstone and remove it from the sets of its owner and its client, and from
+-- `deadlines`. The caller updates the counters but `saved`.
+local function bury_record(id, outcome, owner, client, deadline, saved, digest)
   local key = job_key(id)
   if owner then redis.call('SREM', held_key(owner), id) end
-  if f.y then
-    redis.call('SREM', client_key(f.y), id)
-  end
-  if f.e then redis.call('ZREM', prefix .. 'deadlines', id) end
-  if f.v or f.g or f.l or f.P or f.N then
-    attempt(function() redis.call('ZREM', later_key(f.q), later_member(id, f.T)) end)
-  end
-  if f.P then redis.call('ZREM', prefers_key, id) end
-  if f.kk then redis.call('HINCRBY', load_key, 'saved', 0 - (whole(f.kk) or 0)) end
+  if client then redis.call('SREM', client_key(client), id) end
+  if deadline then redis.call('ZREM', KEY.deadlines, id) end
+  if saved then redis.call('HINCRBY', load_key, 'saved', 0 - (whole(saved) or 0)) end
   redis.call('UNLINK', key)   -- its pieces may be thousands of fields
-  if f.h then redis.call('HSET', key, 'st', outcome, 'h', f.h) else redis.call('HSET', key, 'st', outcome) end
+  if digest then
+    redis.call('HSET', key, JOB.state, outcome, JOB.digest, digest)
+  else
+    redis.call('HSET', key, JOB.state, outcome)
+  end
   redis.call('EXPIRE', key, remembered_s())
 end
 
 -- Put an outcome on a client's reply stream, where it counts for `bytes`.
 local function reply_to(client, bytes, ...)
-  local reply = prefix .. 'reply:' .. client
+  local reply = KEY.reply .. client
   redis.call('XADD', reply, '*', ...)
   redis.call('EXPIRE', reply, REPLY_TTL_S)
   count_unread(client, ENTRY_BYTES + bytes)
@@ -88,31 +85,36 @@ end
 -- End job `id` with an outcome other than "done", and tell the client on its reply stream. Ends a job with a damaged
 -- record too; the client is told if the record says who it is and its reply stream can be written.
 local function fail(id, outcome, cause, host, err)
-  local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G', 'l', 'P', 'h',
-                       'kk', 'N', 'T', 'n')
-  if r[5] == 'q' then
+  local state, client, attempts, published, samples, owner, nbytes, deadline, group, digest, saved, class, turn, min_version,
+    max_staleness, adapter, prefers, needs = unpack(redis.call('HMGET', job_key(id), JOB.state, JOB.client, JOB.attempt,
+    JOB.published, JOB.samples, JOB.owner, JOB.nbytes, JOB.deadline, JOB.group, JOB.digest, JOB.saved, JOB.priority, JOB.turn,
+    JOB.min_version, JOB.max_staleness, JOB.adapter, JOB.prefers, JOB.needs))
+  if state == 'q' then
     attempt(function()
-      if redis.call('ZREM', queue_key(r[8]), id) == 1 then
-        redis.call('HINCRBY', load_key, 'queued', 0 - unpublished(r[18], r[3]))
+      if redis.call('ZREM', queue_key(class), id) == 1 then
+        redis.call('HINCRBY', load_key, 'queued', 0 - unpublished(samples, published))
       end
     end)
   end
-  if r[1] then
-    attempt(reply_to, r[1], #cause + #host + #err, 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
-            'a', whole(r[2]) or 0, 'd', whole(r[3]) or 0, 'G', r[11] or id)
+  if client then
+    attempt(reply_to, client, #cause + #host + #err, ENTRY.job, id, ENTRY.outcome, outcome, ENTRY.cause, cause, ENTRY.host,
+            host, ENTRY.error, err, ENTRY.attempts, whole(attempts) or 0, ENTRY.published, whole(published) or 0, ENTRY.group,
+            group or id)
   end
-  bury_record(id, outcome, r[4] or nil,
-              {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13], h = r[14], kk = r[15], N = r[16],
-               T = r[17]})
+  if min_version or max_staleness or adapter or prefers or needs then
+    attempt(function() redis.call('ZREM', later_key(class), later_member(id, turn)) end)
+  end
+  if prefers then redis.call('ZREM', prefers_key, id) end
+  bury_record(id, outcome, owner, client, deadline, saved, digest)
   -- A client that has nothing more is not behind with what nobody ran. Of several clients of one tenant another may have.
-  if r[1] and tenant_of(r[1]) == r[1] and redis.call('EXISTS', client_key(r[1])) == 0 then
-    for class = 0, CLASSES - 1 do redis.call('ZREM', turns_key(class), r[1]) end
+  if client and tenant_of(client) == client and redis.call('EXISTS', client_key(client)) == 0 then
+    for class = 0, CLASSES - 1 do redis.call('ZREM', turns_key(class), client) end
   end
-  jobs_ended(1, whole(r[6]) or 0, outcome)
+  jobs_ended(1, whole(nbytes) or 0, outcome)
 end
 
 -- ZSET '<entry id> <bytes>' of dead letters, by the first part of the id. `load` has the sum in `letters`.
-local letters_key = prefix .. 'letters'
+local letters_key = KEY.letters
 -- Delete a dead letter. Returns 1, or 0 if there is none.
 local function drop_letter(id)
   local at = string.match(id, '^(%d+)-') or '0'
@@ -121,7 +123,7 @@ local function drop_letter(id)
       redis.call('HINCRBY', load_key, 'letters', 0 - (whole(match(entry, ' (%d+)$')) or 0))
     end
   end
-  return redis.call('XDEL', prefix .. 'dead', id)
+  return redis.call('XDEL', KEY.dead, id)
 end
 
 -- Keep a job that is given up as a dead letter. Older letters make room for it. One that finds no room, or is too large by
@@ -140,7 +142,7 @@ local function dead_letter(id, cause, host, err)
         freed = freed + (whole(match(entry, ' (%d+)$')) or 0)
       end
       redis.call('ZREM', letters_key, unpack(entries))
-      redis.call('XDEL', prefix .. 'dead', unpack(ids))
+      redis.call('XDEL', KEY.dead, unpack(ids))
       redis.call('HINCRBY', load_key, 'letters', -freed)
       redis.call('HINCRBY', load_key, 'trimmed', #entries)
       kept, number, trimmed = kept - freed, number - #entries, trimmed + #entries
@@ -152,16 +154,17 @@ local function dead_letter(id, cause, host, err)
     return kept + bytes <= room
   end
 
-  local f = redis.call('HMGET', job_key(id), 'p', 'a')
-  local payload, dropped = f[1] or '', 0
+  local payload, attempts = unpack(redis.call('HMGET', job_key(id), JOB.payload, JOB.attempt))
+  local dropped = 0
+  payload = payload or ''
   local room = math.max(math.floor(counted(redis.call('HGET', load_key, 'cap')) / LETTERS_SHARE), LETTERS_LEAST)
   local rest = ENTRY_BYTES + #cause + #host + #err
   if rest + #payload > room or not make_room(rest + #payload, room) then
     payload, dropped = '', #payload
     make_room(rest, room)
   end
-  local entry = redis.call('XADD', prefix .. 'dead', 'MAXLEN', '~', DEAD_LETTERS, '*', 'id', id, 'cause', cause, 'host', host,
-                           'error', err, 'attempts', f[2] or '0', 'at', redis_ms(), 'payload', payload, 'dropped', dropped)
+  local entry = redis.call('XADD', KEY.dead, 'MAXLEN', '~', DEAD_LETTERS, '*', 'id', id, 'cause', cause, 'host', host,
+                           'error', err, 'attempts', attempts or '0', 'at', redis_ms(), 'payload', payload, 'dropped', dropped)
   redis.call('ZADD', letters_key, string.match(entry, '^%d+'), entry .. ' ' .. rest + #payload)
   redis.call('HINCRBY', load_key, 'letters', rest + #payload)
   fail(id, 'dead', cause, host, err)
@@ -183,7 +186,7 @@ end
 
 -- Cancel job `id` if it is open. Returns the state it was in, false if it is unknown.
 local function cancel(id, cause)
-  local state = redis.call('HGET', job_key(id), 'st')
+  local state = redis.call('HGET', job_key(id), JOB.state)
   if state == 'q' or state == 'r' then fail(id, 'cancelled', cause, '', '') end
   return state
 end
@@ -195,7 +198,7 @@ end
 
 -- Jobs stop waiting for a worker that is gone at the next end_preferences. Returns how many.
 local function no_longer_preferred(worker)
-  local number, found = whole(redis.call('HGET', prefix .. 'worker:' .. worker, 'number')), 0
+  local number, found = whole(redis.call('HGET', KEY.worker .. worker, 'number')), 0
   for class = 0, number and CLASSES - 1 or -1 do
     for _, member in ipairs(redis.call('ZRANGEBYSCORE', later_key(class), -number, -number, 'LIMIT', 0, 1024)) do
       redis.call('ZADD', prefers_key, 0, id_of(member))
@@ -216,9 +219,10 @@ end
 local function end_preferences(budget)
   local ids = redis.call('ZRANGEBYSCORE', prefers_key, '-inf', clock().deadlines, 'LIMIT', 0, math.max(budget, 0))
   for _, id in ipairs(ids) do
-    local f = redis.call('HMGET', job_key(id), 'st', 'q', 'T', 'n', 'd')
+    local state, class, turn, samples, published = unpack(redis.call('HMGET', job_key(id),
+      JOB.state, JOB.priority, JOB.turn, JOB.samples, JOB.published))
     redis.call('ZREM', prefers_key, id)
-    if f[1] == 'q' then alone(id, from_later, id, f[2], f[3], f[4], f[5]) end
+    if state == 'q' then alone(id, from_later, id, class, turn, samples, published) end
   end
   return #ids
 end
@@ -226,20 +230,21 @@ end
 -- A running job has no owner any more. Raises for a damaged class, before it writes.
 local function disown(id, owner, class)
   queue_key(class)
-  redis.call('HDEL', job_key(id), 'w')
-  redis.call('HSET', job_key(id), 'st', 'q')
+  redis.call('HDEL', job_key(id), JOB.owner)
+  redis.call('HSET', job_key(id), JOB.state, 'q')
   redis.call('SREM', held_key(owner), id)
 end
 
 -- Put a running job back into its queue at its turn, without an owner, or among the suspects on its last chance.
 local function requeue(id, owner, max_lost)
-  local f = redis.call('HMGET', job_key(id), 'c', 'q', 'T', 'n', 'd')
-  local lost = tonumber(f[1]) or 0
-  disown(id, owner, f[2])
+  local lost, class, turn, samples, published = unpack(redis.call('HMGET', job_key(id),
+    JOB.lost, JOB.priority, JOB.turn, JOB.samples, JOB.published))
+  lost = tonumber(lost) or 0
+  disown(id, owner, class)
   if lost > 0 and lost >= max_lost - 1 then
     redis.call('RPUSH', suspects_key, id)
   else
-    to_queue(id, f[2], f[3], unpublished(f[4], f[5]))
+    to_queue(id, class, turn, unpublished(samples, published))
   end
 end
 
@@ -247,7 +252,7 @@ end
 -- It has a number from then on; minus the number is the score in `later`.
 local function leave_to(worker, id, class, turn, until_ms)
   if not alive(worker) then return false end
-  local key = prefix .. 'worker:' .. worker
+  local key = KEY.worker .. worker
   local number = whole(redis.call('HGET', key, 'number'))
   if not number then
     number = redis.call('HINCRBY', load_key, 'numbers', 1)
@@ -261,13 +266,13 @@ end
 
 -- The transfer that is forgotten when transfer `number` begins. Each has what every worker said of it.
 local TRANSFERS = 1024
-local function epoch_before(number) return prefix .. 'epoch:' .. number - TRANSFERS end
+local function epoch_before(number) return KEY.epoch .. number - TRANSFERS end
 
 -- A version is committed: some worker serves it, or there is none. A committed version never goes back. Returns whether
 -- this call did it. version: <name>@<version> of an adapter. An adapter gets its number in the pool, by which jobs wait for
 -- it, with its first committed version.
 local function commit(version, epoch, remember_s, digest)
-  local weights, key = prefix .. 'weights', prefix .. 'version:' .. version
+  local weights, key = KEY.weights, KEY.version .. version
   local first = redis.call('HGET', key, 'st') ~= 'committed'
   if first then redis.call('HSET', key, 'st', 'committed', 'epoch', epoch, 'closed', redis_ms()) end
   redis.call('EXPIRE', key, remember_s)
@@ -277,7 +282,7 @@ local function commit(version, epoch, remember_s, digest)
   redis.call('HSET', weights, newest, number or version)
   if not adapter then
     redis.call('HSET', weights, 'digest', digest)
-    redis.call('UNLINK', prefix .. 'holders')
+    redis.call('UNLINK', KEY.holders)
   elseif not redis.call('HGET', weights, 'number:' .. adapter) then
     redis.call('HSET', weights, 'number:' .. adapter, redis.call('HINCRBY', weights, 'adapters', 1))
   end
@@ -291,33 +296,33 @@ end
 
 -- Remove a worker that holds no job from the pool. Returns how many jobs waited for it.
 local function forget_worker(worker)
-  local leaves = redis.call('ZREM', prefix .. 'workers', worker) == 1
+  local leaves = redis.call('ZREM', KEY.workers, worker) == 1
   local waited = no_longer_preferred(worker)
-  redis.call('DEL', prefix .. 'worker:' .. worker)
+  redis.call('DEL', KEY.worker .. worker)
   redis.call('HDEL', takers_key, worker)
-  redis.call('HDEL', prefix .. 'holders', worker)
+  redis.call('HDEL', KEY.holders, worker)
   if leaves then roster_changed() end
   return waited
 end
 
 -- Whether `worker` holds job `id` in this attempt.
 local function owns(id, worker, attempt)
-  local f = redis.call('HMGET', job_key(id), 'st', 'w', 'a')
-  return f[1] == 'r' and f[2] == worker and f[3] == attempt
+  local state, owner, its_attempt = unpack(redis.call('HMGET', job_key(id), JOB.state, JOB.owner, JOB.attempt))
+  return state == 'r' and owner == worker and its_attempt == attempt
 end
 
 -- End jobs that are past their deadline, at most `budget`. The worker stops a running one. If it has not done so after a
 -- second, no worker will, and the job ends here. Returns how many were ended.
 local function end_overdue(budget)
   local expired, running, now = 0, {}, clock().deadlines
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'deadlines', '-inf', now, 'LIMIT', 0, math.max(budget, 0))) do
-    local f = redis.call('HMGET', job_key(id), 'st', 'e')
-    if not whole(f[2]) or (f[1] ~= 'q' and f[1] ~= 'r') then
-      redis.call('ZREM', prefix .. 'deadlines', id)
-    elseif f[1] == 'q' or whole(f[2]) + 1000 <= now then
-      fail(id, 'expired', f[1] == 'q' and 'its deadline passed in the queue' or 'its deadline passed while it was running',
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEY.deadlines, '-inf', now, 'LIMIT', 0, math.max(budget, 0))) do
+    local state, deadline = unpack(redis.call('HMGET', job_key(id), JOB.state, JOB.deadline))
+    if not whole(deadline) or (state ~= 'q' and state ~= 'r') then
+      redis.call('ZREM', KEY.deadlines, id)
+    elseif state == 'q' or whole(deadline) + 1000 <= now then
+      fail(id, 'expired', state == 'q' and 'its deadline passed in the queue' or 'its deadline passed while it was running',
            '', '')
-      if f[1] == 'r' then running[#running + 1] = id end
+      if state == 'r' then running[#running + 1] = id end
       expired = expired + 1
     end
   end

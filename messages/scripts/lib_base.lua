@@ -16,7 +16,7 @@ local server = redis
 local function mend(why, command, key, field)
   local wrong_type, full = string.find(why, 'WRONGTYPE', 1, true), string.find(why, 'exhausted', 1, true)
   if command == 'HINCRBY' and not wrong_type then server.call('HDEL', key, field) end
-  local aside = prefix .. 'aside:' .. string.sub(key, #prefix + 1)
+  local aside = KEY.aside .. string.sub(key, #prefix + 1)
   if not (wrong_type or full) or server.pcall('RENAME', key, aside).err then return end
   server.call('EXPIRE', aside, ASIDE_TTL_S)
   server.pcall('HINCRBY', load_key, 'aside', 1)
@@ -73,7 +73,7 @@ end
 --   gap    what Redis' clock says has passed before somebody came who had not been there, though others may have been:
 --          it is slept if one of these saw it pass (they heard of `at` up to gap_at), or if none of their leases, up to
 --          gap_end, is left; and it never was if one of them comes and did not see it.
-local clock_key = prefix .. 'clock'
+local clock_key = KEY.clock
 local UNWITNESSED_MS = 2000    -- so much is believed of Redis' clock without a witness
 local STEP_MS = 15000          -- longer than the oldest copy of a call that may arrive: a difference beyond is a step
 

@@ -44,7 +44,7 @@ local function read_needs(text, claim)
     elseif kind == 'slot' and value then
       slots[names], slots_used = value, slots_used + 1
       if can_all(names, can.has) then
-        local from = NEEDS + value * SLOT
+        local from = SLOTS_FROM + value * SLOT
         local start = from + claim * 40503 % (can.context + 1)   -- spread by the golden ratio
         append(needs.here, {from, from + can.context, start = start, able = function(kind) return able(names, kind) end})
       end
@@ -70,7 +70,7 @@ local function read_needs(text, claim)
     for used, value in pairs(crowded and slots or {}) do
       local waits = 0
       for class = 0, CLASSES - 1 do
-        waits = waits + redis.call('ZCOUNT', later_key(class), NEEDS + value * SLOT, NEEDS + (value + 1) * SLOT - 1)
+        waits = waits + redis.call('ZCOUNT', later_key(class), SLOTS_FROM + value * SLOT, SLOTS_FROM + (value + 1) * SLOT - 1)
       end
       if waits == 0 then
         redis.call('HDEL', needs_key, 'slot:' .. used)
@@ -99,7 +99,7 @@ local function read_needs(text, claim)
         end
       end
       local slot = waits and slot_of(need.names)
-      scores[n] = waits and (slot and NEEDS + slot * SLOT + need.context or NO_SLOT)
+      scores[n] = waits and (slot and SLOTS_FROM + slot * SLOT + need.context or NO_SLOT)
     end
     return scores[n]
   end

@@ -6,7 +6,7 @@ local SAMPLES = 4096           -- no job has more
 
 -- The field of a job's record that holds piece `number` of a sample.
 local function piece_field(sample, number)
-  return tonumber(number) == 0 and 'k' .. sample or 'k' .. sample .. '.' .. number
+  return tonumber(number) == 0 and JOB.piece .. sample or JOB.piece .. sample .. '.' .. number
 end
 
 local UNEVEN = 'd must be the number of its published samples'
@@ -16,7 +16,7 @@ local function must_agree(key, said, n)
   if tonumber(n) > SAMPLES then error(UNEVEN) end
   for first = 0, n - 1, ASKED do
     local fields = {}
-    for sample = first, math.min(first + ASKED, n) - 1 do fields[#fields + 1] = 's' .. sample end
+    for sample = first, math.min(first + ASKED, n) - 1 do fields[#fields + 1] = JOB.sample .. sample end
     for _, published in ipairs(redis.call('HMGET', key, unpack(fields))) do
       if published then found = found + 1 end
     end
@@ -26,7 +26,7 @@ end
 
 -- Count `bytes` of saved pieces, negative when they are dropped.
 local function count_saved(key, bytes)
-  redis.call('HINCRBY', key, 'kk', bytes)
+  redis.call('HINCRBY', key, JOB.saved, bytes)
   redis.call('HINCRBY', load_key, 'saved', bytes)
 end
 
@@ -53,7 +53,7 @@ end
 -- forerunner is missing (a delayed copy of an earlier piece took it away): it is not kept, whoever sent it starts over;
 -- or full: it is not kept, and may be sent again.
 local function save_partial(key, sample, piece, bytes)
-  if redis.call('HEXISTS', key, 's' .. sample) == 1 then return 'ok' end
+  if redis.call('HEXISTS', key, JOB.sample .. sample) == 1 then return 'ok' end
   local number = tonumber(piece)
   if number > 0 and redis.call('HEXISTS', key, piece_field(sample, number - 1)) == 0 then return 'gap' end
   local more = #bytes - redis.call('HSTRLEN', key, piece_field(sample, number))

@@ -6,6 +6,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from ..redis import script_words
+
 FOLDER = Path(__file__).parent
 LIBRARIES = ("lib_base", "lib_jobs", "lib", "lib_pieces", "lib_spread", "lib_needs")
 """Not scripts: they stand before each of them, in this order."""
@@ -21,7 +23,7 @@ def script_source(name: str, *preamble: str) -> str:
     collecting them is half of what a call costs. So comments name nothing that is needed, constants are written out,
     and RARE functions, with all that only they need, are created when one of them is called.
     """
-    text = "".join(preamble) + _without_comments(script_path(name).read_text())
+    text = "".join(preamble) + _read(name)
     parts = _shared_parts()
     often = _needed(text, {names: part for names, part in parts.items() if names not in RARE})
     seldom = [names for names in _needed(text, parts) if names not in often]
@@ -47,15 +49,18 @@ def _needed(text: str, parts: dict[str, str]) -> list[str]:
     return found
 
 
-def _without_comments(text: str) -> str:
-    return re.sub(r"^ *--.*\n", "", text, flags=re.MULTILINE)
+def _read(name: str) -> str:
+    """A file without its comments, and with what is in Redis in place of the words for it. Raises KeyError."""
+    text = re.sub(r"^ *--.*\n", "", script_path(name).read_text(), flags=re.MULTILINE)
+    words = script_words()
+    return re.sub(r"\b[A-Z_]{2,}\b(\.\w+)?", lambda it: words[it[0]] if it[1] else words.get(it[0], it[0]), text)
 
 
 @cache
 def _shared_parts() -> dict[str, str]:
     """The libraries' definitions in order, by what they name. A part only uses parts before it."""
-    shared = "".join(script_path(library).read_text() + "\n" for library in LIBRARIES)
-    parts = re.split(r"^(?=local )", _without_comments(shared), flags=re.MULTILINE)[1:]
+    shared = "".join(_read(library) + "\n" for library in LIBRARIES)
+    parts = re.split(r"^(?=local )", shared, flags=re.MULTILINE)[1:]
     return {names: part for part in parts for names in re.findall(r"\Alocal (?:function )?([\w, ]*\w)", part)}
 
 

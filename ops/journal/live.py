@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...messages.broker import ADAPTERS_FROM, Broker, DeadFilter, DeadLetters, living_workers, needed
+from ...messages.broker import Broker, DeadFilter, DeadLetters, living_workers, needed, read_jobs
 from ...messages.codec import decode
 from ...messages.errors import MessageError
 from ...messages.model import PRIORITIES, GenerateJob, Partial
-from ...messages.redis import text, whole
+from ...messages.redis import ADAPTERS_FROM, JOB, PROGRESS, later_member, piece_field, text, whole
 from .lines import clock, plain, prompt_of
 
 SHOWN_SAMPLES = 16
@@ -20,8 +19,10 @@ READ_BYTES = 4 << 20
 LETTERS = 1024
 """So many dead letters are looked through, the newest first."""
 _STATES = {"q": "queued", "r": "running"}
-_FIELDS = ("st", "n", "q", "y", "z", "t", "e", "v", "g", "l", "G", "w", "c", "x", "a", "d", "T", "M")
-_PROGRESS = re.compile(r"([sk])(\d{1,9})(?:\.(\d{1,9}))?")
+_FIELDS = (
+    "state", "samples", "priority", "client", "nbytes", "accepted", "deadline", "min_version", "max_staleness",
+    "adapter", "group", "owner", "lost", "ending", "attempt", "published", "turn", "moves",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -82,36 +83,38 @@ async def live_of(broker: Broker, job_id: str) -> Live | None:
     home = broker.parts[0]
     broker = next(part for part in broker.parts if part.has(job_id))
     redis, keys = broker.redis, broker.keys
-    found = dict(zip(_FIELDS, await redis.hmget(keys.job(job_id), _FIELDS), strict=True))
-    if found["st"] is None:
+    (found,) = await read_jobs(redis, keys, [job_id], *_FIELDS)
+    if "state" not in found:
         return None
-    state = text(found["st"])
+    state = text(found["state"])
     live = Live(job_id, _STATES.get(state, state))
     if state not in _STATES:
         if state == "dead":
             live.letter = await _letter(broker, job_id)
         return live
     live.facts = _facts(found)
-    await _read_payload(broker, live, whole(found["z"]))
+    await _read_payload(broker, live, whole(found.get("nbytes")))
     await _read_progress(broker, live)
     if state == "r" and (worker := live.facts["worker"]) and worker not in await living_workers(home.redis, home.keys):
         live.waits = f"another worker: the lease of {worker} has run out"
     if state == "q":
-        await _find_place(broker, live, whole(found["q"]), whole(found["T"]))
+        await _find_place(broker, live, whole(found.get("priority")), whole(found.get("turn")))
     return live
 
 
-def _facts(found: dict[str, Any]) -> dict[str, Any]:
-    told = {name: text(value) if value is not None else None for name, value in found.items()}
-    priority = whole(found["q"])
+def _facts(found: dict[str, bytes]) -> dict[str, Any]:
+    told = {name: text(found[name]) if name in found else None for name in _FIELDS}
+    count = {name: whole(found.get(name)) for name in _FIELDS}
+    priority = count["priority"]
     return {
-        "client": told["y"], "group": told["G"], "samples": whole(found["n"]), "samples_published": whole(found["d"]),
-        "priority": PRIORITIES[priority] if priority < len(PRIORITIES) else told["q"],
-        "accepted_at": whole(found["t"]) / 1000, "deadline_at": whole(found["e"]) / 1000 if told["e"] else None,
-        "attempt": whole(found["a"]), "lost_leases": whole(found["c"]), "moves": whole(found["M"]),
-        "worker": told["w"] or None, "min_version": whole(found["v"]) or None,
-        "max_staleness": told["g"] or None, "adapter": told["l"] or None,
-        "ending": bool(found["x"]) or None, "payload_bytes": whole(found["z"]),
+        "client": told["client"], "group": told["group"],
+        "samples": count["samples"], "samples_published": count["published"],
+        "priority": PRIORITIES[priority] if priority < len(PRIORITIES) else told["priority"],
+        "accepted_at": count["accepted"] / 1000, "deadline_at": count["deadline"] / 1000 if told["deadline"] else None,
+        "attempt": count["attempt"], "lost_leases": count["lost"], "moves": count["moves"],
+        "worker": told["owner"] or None, "min_version": count["min_version"] or None,
+        "max_staleness": told["max_staleness"] or None, "adapter": told["adapter"] or None,
+        "ending": bool(told["ending"]) or None, "payload_bytes": count["nbytes"],
     }  # fmt: skip
 
 
@@ -120,7 +123,8 @@ async def _read_payload(broker: Broker, live: Live, nbytes: int) -> None:
         live.problem = f"its payload has {nbytes:,} bytes and is not read"
         return
     try:
-        live.job = decode(await broker.redis.hget(broker.keys.job(live.job_id), "p") or b"", GenerateJob)
+        (found,) = await read_jobs(broker.redis, broker.keys, [live.job_id], "payload")
+        live.job = decode(found.get("payload", b""), GenerateJob)
     except MessageError as error:  # a task, damaged, or of a newer version
         live.problem = f"its payload cannot be read: {error}"
 
@@ -130,10 +134,10 @@ async def _read_progress(broker: Broker, live: Live) -> None:
     key = broker.keys.job(live.job_id)
     last: dict[int, int] = {}
     for name in await broker.redis.hkeys(key):
-        if (found := _PROGRESS.fullmatch(text(name))) is None:
+        if (found := PROGRESS.fullmatch(text(name))) is None:
             continue
         sample = int(found[2])
-        if found[1] == "s":
+        if found[1] == JOB.sample:
             live.published.append(sample)
         else:
             last[sample] = max(last.get(sample, 0), int(found[3] or 0))
@@ -141,7 +145,7 @@ async def _read_progress(broker: Broker, live: Live) -> None:
     shown = sorted(last.keys() - {*live.published})
     live.more_partials = len(shown[SHOWN_SAMPLES:])
     for sample in shown[:SHOWN_SAMPLES]:
-        piece = await broker.redis.hget(key, f"k{sample}.{last[sample]}" if last[sample] else f"k{sample}")
+        piece = await broker.redis.hget(key, piece_field(sample, last[sample]))
         try:
             saved = decode(piece or b"", Partial)
         except MessageError:
@@ -157,7 +161,7 @@ async def _find_place(broker: Broker, live: Live, priority: int, turn: int) -> N
     live.ahead = await redis.zrank(keys.queues[priority], live.job_id)
     if live.ahead is not None:
         return
-    if (score := await redis.zscore(keys.later[priority], f"{turn:015d}:{live.job_id}")) is not None:
+    if (score := await redis.zscore(keys.later[priority], later_member(turn, live.job_id))) is not None:
         if (needs := await needed(redis, keys, score)) is not None:
             names, context = needs
             live.waits = f"a worker whose engine has {', '.join(names) or '?'}, and {context:,} tokens of context"

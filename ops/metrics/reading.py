@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from ...messages.broker import Broker, broker_of
+from ...messages.broker import Broker, broker_of, read_jobs
 from ...messages.errors import MessageError, RedisUnavailable
 from ...messages.model import MAX_SAMPLES, PRIORITIES
 from ...messages.redis import PoolRedis, is_wrong_type, text, whole
@@ -87,16 +87,14 @@ class PoolReader:
 
     async def _heads(self, heads: list[list[bytes]]) -> tuple[tuple[float, ...], int | None]:
         """Of jobs by class: their mean number of unpublished samples by class, and the largest staleness they allow."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job in (job for ids in heads for job in ids):
-                pipe.hmget(self._keys.job(text(job).rpartition(":")[2]), "n", "d", "g")
-            rows = iter(await pipe.execute(raise_on_error=False))
+        every = [text(job).rpartition(":")[2] for ids in heads for job in ids]
+        rows = iter(await read_jobs(self._redis, self._keys, every, "samples", "published", "max_staleness"))
         means, bounds = list[float](), list[int]()
         for ids in heads:
             found = [next(rows) for _ in ids]
-            known = [row for row in found if isinstance(row, list) and row[0]]
-            counts = [min(whole(n), MAX_SAMPLES) - whole(published) for n, published, _ in known]
-            bounds += [whole(bound) for _, _, bound in known if bound is not None]
+            known = [row for row in found if row.get("samples")]
+            counts = [min(whole(row["samples"]), MAX_SAMPLES) - whole(row.get("published")) for row in known]
+            bounds += [whole(row["max_staleness"]) for row in known if "max_staleness" in row]
             means.append(sum(max(0, count) for count in counts) / len(counts) if counts else 1.0)
         assert len(means) == len(PRIORITIES)
         return tuple(means), max(bounds, default=None)

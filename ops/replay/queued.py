@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from redis.exceptions import ResponseError
-
-from ...messages.broker import Broker, Claim
+from ...messages.broker import Broker, Claim, read_jobs
 from ...messages.errors import EngineDead, EngineError
 from ...messages.ids import is_id
 from ...messages.model import RolloutResult
-from ...messages.redis import is_wrong_type, text, whole
+from ...messages.redis import text, whole
 from ...sync.disk import SnapshotStore
 from ...worker.engine import Engine
 from ...worker.jobs import HeldJob, SampleRun, admit_all, as_result
@@ -42,14 +40,9 @@ async def waiting(broker: Broker, limit: int) -> list[Claim]:
     for job_id in filter(is_id, (text(member).rpartition(":")[2] for member in chain(*waits))):
         if len(found) == limit:
             break
-        try:
-            state, payload, samples = await redis.hmget(keys.job(job_id), ("st", "p", "n"))
-        except ResponseError as error:
-            if not is_wrong_type(error):
-                raise
-            continue
-        if state == b"q" and payload is not None:
-            found.append(Claim(job_id, 1, whole(samples), 0.0, None, payload))
+        (its,) = await read_jobs(redis, keys, [job_id], "state", "payload", "samples")
+        if its.get("state") == b"q" and "payload" in its:
+            found.append(Claim(job_id, 1, whole(its.get("samples")), 0.0, None, its["payload"]))
     return found
 
 

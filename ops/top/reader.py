@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...messages.broker import Broker
+from redis.exceptions import ResponseError
+
+from ...messages.broker import Broker, read_jobs
 from ...messages.ids import is_id
 from ...messages.redis import PoolRedis, is_wrong_type, text, whole
 from ..journal import Live, live_of
@@ -15,8 +17,7 @@ from ..status import read_state
 
 MOST_JOBS = 1000
 """A list of jobs ends there, about: nobody scrolls further, and Redis answers at once."""
-FIELDS = ("st", "y", "t", "n", "d", "a", "c", "G")
-"""Of a job's record; messages/scripts/lib_jobs.lua says what they are."""
+FIELDS = ("state", "client", "accepted", "samples", "published", "attempt", "lost", "group")
 STATES = {"q": "queued", "r": "running"}
 
 
@@ -106,22 +107,17 @@ class Reader:
     async def _jobs(self, job_ids: Sequence[str]) -> dict[str, JobLine]:
         if not job_ids:
             return {}
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hget(self._keys.clock, "at")
-            for job_id in job_ids:
-                pipe.hmget(self._keys.job(job_id), FIELDS)
-            clock, *rows = found = await pipe.execute(raise_on_error=False)
-        for each in found:
-            if isinstance(each, Exception) and not is_wrong_type(each):
-                raise each
-        at = 0 if isinstance(clock, Exception) else whole(clock)
-        known = ([None] * len(FIELDS) if isinstance(row, Exception) else row for row in rows)
-        return {job_id: _line(job_id, row, at) for job_id, row in zip(job_ids, known, strict=True)}
+        found = await read_jobs(self._redis, self._keys, job_ids, *FIELDS)
+        try:
+            clock = whole(await self._redis.hget(self._keys.clock, "at"))
+        except ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            clock = 0
+        return {job_id: _line(job_id, its, clock) for job_id, its in zip(job_ids, found, strict=True)}
 
 
-def _line(job_id: str, row: Sequence[bytes | None], clock_ms: int) -> JobLine:
-    has = {name: value for name, value in zip(FIELDS, row, strict=True) if value is not None}
-
+def _line(job_id: str, has: Mapping[str, bytes], clock_ms: int) -> JobLine:
     def words(name: str) -> str:
         return text(has.get(name, b""))
 
@@ -130,12 +126,12 @@ def _line(job_id: str, row: Sequence[bytes | None], clock_ms: int) -> JobLine:
 
     return JobLine(
         id=job_id,
-        state=STATES.get(words("st"), words("st")) or "gone",
-        client=words("y"),
-        age_s=max(0, clock_ms - count("t")) / 1000 if "t" in has else 0.0,
-        samples=count("n"),
-        done=count("d"),
-        attempt=count("a"),
-        lost=count("c"),
-        group=words("G"),
+        state=STATES.get(words("state"), words("state")) or "gone",
+        client=words("client"),
+        age_s=max(0, clock_ms - count("accepted")) / 1000 if "accepted" in has else 0.0,
+        samples=count("samples"),
+        done=count("published"),
+        attempt=count("attempt"),
+        lost=count("lost"),
+        group=words("group"),
     )

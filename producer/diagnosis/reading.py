@@ -9,10 +9,10 @@ from typing import Any
 
 from redis.exceptions import NoPermissionError, RedisError
 
-from ...messages.broker import ADAPTERS_FROM, SLOTS_FROM, Broker, PoolLoad, Waiting, sum_of, total_of
+from ...messages.broker import Broker, PoolLoad, Waiting, read_jobs, sum_of, total_of
 from ...messages.ids import age_s
 from ...messages.model import WorkerStatus
-from ...messages.redis import ONCE_S, is_wrong_type, text, whole, within
+from ...messages.redis import ADAPTERS_FROM, ONCE_S, SLOTS_FROM, is_wrong_type, text, whole, within
 from ...sync.transfer import Ledger
 
 GROUPS = 32
@@ -233,12 +233,12 @@ def _refusal(busy: bytes | None, now_ms: int) -> Refused | None:
 
 
 async def _has_no_version(part: Broker, member: str) -> bool:
-    (version,) = await _fields(part, [member], "v")
+    (version,) = await _fields(part, [member], "min_version")
     return not whole(version)
 
 
 async def _of_adapters(part: Broker, entries: list[tuple[bytes, float]]) -> list[Held]:
-    said = [text(it).rpartition("@") for it in await _fields(part, [text(member) for member, _ in entries], "l")]
+    said = [text(it).rpartition("@") for it in await _fields(part, [text(member) for member, _ in entries], "adapter")]
     found: dict[str, list[int]] = {}
     for (_, score), (name, _, _) in zip(entries, said, strict=True):
         found.setdefault(name, []).append(int(score) % ADAPTERS_FROM)
@@ -247,11 +247,8 @@ async def _of_adapters(part: Broker, entries: list[tuple[bytes, float]]) -> list
 
 async def _fields(part: Broker, members: list[str], name: str) -> list[bytes | None]:
     """A field of the records of the jobs in these members of `queues` or `later`."""
-    redis: Any = part.redis
-    async with redis.pipeline(transaction=False) as pipe:
-        for member in members:
-            pipe.hget(part.keys.job(member.rpartition(":")[2]), name)
-        return await _answers(pipe, [None] * len(members)) if members else []
+    found = await read_jobs(part.redis, part.keys, [member.rpartition(":")[2] for member in members], name)
+    return [its.get(name) for its in found]
 
 
 async def _answers(pipe: Any, instead: Sequence[Any]) -> list[Any]:

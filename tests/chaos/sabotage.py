@@ -112,7 +112,7 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "a damaged record is given to a worker, no job is isolated": Sabotage(
         _all(
-            _script("lib", r"return not p and 'p'(.|\n)*? or nil\n", "return nil\n"),
+            _script("lib", r"return not payload and 'p'(.|\n)*? or nil\n", "return nil\n"),
             _script("lib_base", r"local fine, answer = pcall\(f, \.\.\.\)", "local fine, answer = true, f(...)"),
         ),
         "garbage_in_records",
@@ -150,7 +150,7 @@ SABOTAGES: dict[str, Sabotage] = {
         _script("enqueue", r"if #taken > 0 then", "if false then"), "a_job_id_that_is_taken", "was accepted"
     ),
     "another job may have the id of one that ended": Sabotage(
-        _script("enqueue", r"\(f\[3\] or ARGV\[i \+ 11\]\) == ARGV\[i \+ 11\]", "true"),
+        _script("enqueue", r"\(digest or ARGV\[i \+ 11\]\) == ARGV\[i \+ 11\]", "true"),
         "a_job_id_that_is_taken",
         "other content under a known id was accepted",
     ),
@@ -189,7 +189,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "trained twice|trained, by the books|counted are",
     ),
     "the owner is not checked": Sabotage(
-        _script("complete", r"or f\[2\] ~= worker or f\[3\] ~= attempt\n", "\n"),
+        _script("complete", r"or owner ~= worker or current ~= attempt\n", "\n"),
         "freeze_worker_past_lease",
         "it belonged to|was published in state",
     ),

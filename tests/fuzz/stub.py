@@ -47,7 +47,7 @@ class Pipeline:
     def __getattr__(self, command: str) -> Callable[..., None]:
         return lambda *args: self._answers.append(self._redis._answer(command, args))
 
-    async def execute(self) -> list[Any]:
+    async def execute(self, **_: Any) -> list[Any]:
         return self._answers
 
     async def __aenter__(self) -> Pipeline:

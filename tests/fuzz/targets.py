@@ -208,14 +208,11 @@ def _make_record(rng: Random) -> Case:
 async def _run_record(case: Case) -> None:
     letter = [item for pair in case[b"letter"].items() for item in pair]
     command = Command(id=ID, action="a", timeout_s=1.0)
+    fields = {"status": case[b"status"], "p": case[b"job"], "G": case[b"state"], "w": case[b"answer"]}
     answers: dict[str, Any] = {
         "smembers": set(case[b"ids"]),
-        "hget": lambda _, field: {
-            "status": case[b"status"],
-            "p": case[b"job"],
-            "G": case[b"state"],
-            "w": case[b"answer"],
-        }.get(field, case[b"number"]),
+        "hget": lambda _, field: fields.get(field, case[b"number"]),
+        "hmget": lambda _, names: [fields.get(field, case[b"number"]) for field in names],
         "hexists": 1,
         "hgetall": case[b"load"],
         "hlen": 9,

@@ -286,7 +286,7 @@ async def test_a_client_whose_results_redis_has_lost_is_told(
     async with db.pipeline(transaction=True) as pipe:  # no read comes in between
         if lost == "stream":
             last = Finished(one.id, 1, 1, result(one, 1))
-            sample = calls.FinishedSample(last.job_id, last.attempt, last.sample, last.payload)
+            sample = (last.job_id, last.attempt, last.sample, last.payload)
             args = calls.complete("w1", sample).args
             pipe.eval(script_source("complete"), 1, broker.keys.load, broker.keys.prefix, *args)
         else:

@@ -6,7 +6,7 @@ local seen = {}
 
 -- Were `workers` of a wrong type, that would be the fault, not each key of a worker.
 local function registered(worker)
-  return worker ~= '' and redis.pcall('ZSCORE', prefix .. 'workers', worker) and 1 or 0
+  return worker ~= '' and redis.pcall('ZSCORE', KEY.workers, worker) and 1 or 0
 end
 
 for i = 2, #ARGV, 2 do

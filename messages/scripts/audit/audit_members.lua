@@ -14,7 +14,7 @@ for i = 3, #ARGV do
     score = redis.call('ZSCORE', key, id)
     member = score and true
   end
-  local f = redis.pcall('HMGET', job_key(id_of(id)), 'st', 'q', 'w', 'y', 'e')
+  local f = redis.pcall('HMGET', job_key(id_of(id)), JOB.state, JOB.priority, JOB.owner, JOB.client, JOB.deadline)
   if f.err then f = {'of a wrong type', false, false, false, false} end
   seen[#seen + 1] = {member and 1 or 0, score, f[1], f[2], f[3], f[4], f[5]}
 end

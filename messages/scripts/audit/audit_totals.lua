@@ -11,12 +11,12 @@ if jobs > most then
 else
   for i = 3, #ARGV do
     for _, id in ipairs(redis.call('SMEMBERS', client_key(ARGV[i]))) do
-      local f = redis.call('HMGET', job_key(id), 'z', 'kk')
+      local f = redis.call('HMGET', job_key(id), JOB.nbytes, JOB.saved)
       bytes, saved = bytes + (tonumber(f[1]) or 0), saved + (tonumber(f[2]) or 0)
     end
   end
 end
-for _, value in ipairs(redis.call('HVALS', prefix .. 'unread')) do unread = unread + (tonumber(value) or 0) end
+for _, value in ipairs(redis.call('HVALS', KEY.unread)) do unread = unread + (tonumber(value) or 0) end
 for _, letter in ipairs(redis.call('ZRANGE', letters_key, 0, -1)) do
   letters = letters + (tonumber(string.match(letter, ' (%d+)$')) or 0)
 end

@@ -4,7 +4,7 @@
 -- Returns ok; or full, and it was not stored. Short ones always are.
 -- HASH `load` has in `answers` <when such a time began, s>@<bytes since>.
 local SHORT = 16384
-local key, keep_s, size = prefix .. 'answers:' .. ARGV[2], tonumber(ARGV[5]), #ARGV[4]
+local key, keep_s, size = KEY.answers .. ARGV[2], tonumber(ARGV[5]), #ARGV[4]
 if redis.call('HEXISTS', key, ARGV[3]) == 1 then return 'ok' end
 local now = math.floor(redis_ms() / 1000)
 local since, bytes = string.match(redis.call('HGET', load_key, 'answers') or '', '^(%d+)@(%d+)$')

@@ -2,7 +2,7 @@
 -- ARGV: prefix, command_id, worker, command, lasts_ms
 -- worker: '' for all. command: an encoded Command. lasts_ms: for how long a worker may take it.
 -- Returns the ids of the workers that it was sent to.
-local key = prefix .. 'command:' .. ARGV[2]
+local key = KEY.command .. ARGV[2]
 local known = redis.call('HGETALL', key)
 local roster = {}
 if #known > 0 then -- sent again, after its reply was lost
@@ -11,7 +11,7 @@ if #known > 0 then -- sent again, after its reply was lost
   end
   return roster
 end
-for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', '(' .. clock().leases, '+inf')) do
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', KEY.workers, '(' .. clock().leases, '+inf')) do
   if ARGV[3] == '' or ARGV[3] == worker then roster[#roster + 1] = worker end
 end
 if #roster == 0 then return roster end

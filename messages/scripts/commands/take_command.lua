@@ -2,7 +2,7 @@
 -- ARGV: prefix, command_id, worker, token
 -- token: of this call.
 -- Returns {encoded Command, milliseconds left}, or nothing.
-local key, field = prefix .. 'command:' .. ARGV[2], 'w:' .. ARGV[3]
+local key, field = KEY.command .. ARGV[2], 'w:' .. ARGV[3]
 local by = redis.call('HGET', key, field)
 if not by or (by ~= '' and by ~= ARGV[4]) then return {} end
 if by == '' then redis.call('HSET', key, field, ARGV[4]) end

@@ -6,7 +6,7 @@ local group, cancelled, running = ARGV[3], 0, {}
 local found = redis.call('SSCAN', client_key(ARGV[2]), ARGV[5], 'COUNT', ARGV[6])
 for _, id in ipairs(found[2]) do
   -- A job without a group is a group of its own.
-  if group == '' or group == (redis.call('HGET', job_key(id), 'G') or id) then
+  if group == '' or group == (redis.call('HGET', job_key(id), JOB.group) or id) then
     if cancel(id, ARGV[4]) == 'r' then running[#running + 1] = id end
     cancelled = cancelled + 1
   end

@@ -10,8 +10,8 @@ local function save(i)
   if owns(id, worker, ARGV[i + 1]) then
     state = save_partial(key, sample, number, bytes)
     if state == 'ok' and ARGV[i + 5] == '1' then
-      local news = prefix .. 'news:' .. redis.call('HGET', key, 'y')
-      redis.call('XADD', news, 'MAXLEN', '~', NEWS, '*', 'j', id, 's', sample)
+      local news = KEY.news .. redis.call('HGET', key, JOB.client)
+      redis.call('XADD', news, 'MAXLEN', '~', NEWS, '*', ENTRY.job, id, ENTRY.sample, sample)
       redis.call('EXPIRE', news, NEWS_TTL_S)
     end
   end

@@ -1,78 +1,74 @@
 -- Give queued jobs to a worker that holds a lease.
--- ARGV: prefix, worker, claim, max_jobs, max_samples, version, classes, can, holds, pace, waited, *adapters (name, version)
--- claim: number of this claim. version: of the worker's weights. classes: how many priority classes there are.
--- can: what the worker's engine can do, in the form of a job's N; '' for a worker that tries everything.
--- holds: samples that the worker holds; '' for one that takes all it has room for, whatever others have. pace: of its
--- engine, see lib_spread.lua. waited: how many claims in a row gave nothing because of the worker's share.
--- adapters: those that the worker has, each with its newest version.
+-- ARGV: prefix, worker, claim, max_jobs, max_samples, version, can, holds, pace, waited, *adapters (name, version)
+-- claim: number of this claim. version: of the worker's weights. can: what the worker's engine can do, in the form of a
+-- job's needs; '' for a worker that tries everything. holds: samples that the worker holds; '' for one that takes all it has
+-- room for, whatever others have. pace: of its engine, see lib_spread.lua. waited: how many claims in a row gave nothing
+-- because of the worker's share. adapters: those that the worker has, each with its newest version.
 -- Returns {'NOLEASE'}, or a flat list: ms after which to claim again in any case (0: when there is a reason to), thousandths
 --   of samples of its share (-1: no limit), and per job: id, attempt, samples, queued ms, ms to the deadline ('' for none),
---   payload, then a list of its progress: s<i>, '' for a published sample; k<i> or k<i>.<j>, bytes for a partial; x, '' if the
---   worker only ends the job with these (see stop); c, M, how often it was lost and moved; P, '' if it preferred a worker
--- A repeated claim number returns the jobs of that claim that are still held. A client library that re-sends after a
--- lost reply thus gets the same jobs instead of the next ones. An older number comes from a delayed copy of a call and
--- returns nothing.
+--   payload, then fields of its record: a sample, '' for each published one; pieces; ending, '' if the worker only ends the
+--   job with these (see stop); lost and moves; prefers, '' if it preferred a worker
+-- A repeated claim number returns the jobs of that claim that are still held: a client library re-sends after a lost reply.
+-- An older number comes from a delayed copy of a call and returns nothing.
 local worker, number = ARGV[2], ARGV[3]
-local max_jobs, max_samples, version, classes = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local max_jobs, max_samples, version = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local SCAN = 64               -- entries one claim looks at beyond what it takes
 local MAX_BYTES = 8388608     -- of payloads and partials, after which one claim takes no further job
 local FIELD_BYTES = 2048      -- a published sample or a piece counts for so many at least
 local WARD_MS = 10000         -- somebody else may have the turn when its ward has not claimed for so long
 local WARD_TTL_S = 7200       -- by Redis' clock, and only so that nothing is left in a pool without workers
 local SHARE = 8               -- a class gets its turn when this many jobs of higher ones went past it
-local worker_key = prefix .. 'worker:' .. worker
+local worker_key = KEY.worker .. worker
 if not alive(worker) then
   leave_to_others(worker)
   return {'NOLEASE'}
 end
 
-local ADAPTER = 1099511627776  -- 2^40; weights versions above it count as it
-
-local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l', 'P', 'x', 'y', 'q', 'N', 'T'}
-local function record(id) return redis.call('HMGET', job_key(id), unpack(FIELDS)) end
+-- f in all that follows: what a claim reads of a job's record; AT.<field> is the place of a field in it.
+local function record(id) return redis.call('HMGET', job_key(id), AT.all) end
 
 local given, bytes = {0, -1}, 0
 -- What there is of a job already. Raises if its published samples are not as many as its record says, see must_agree, or
 -- if they are all that it has.
 local function progress_of(id, f)
-  local progress, published, moves = f[14] and {'x', ''} or {}, 0, false
-  if f[2] ~= '0' then
-    local past = redis.call('HMGET', job_key(id), 'c', 'M')
-    moves = past[2]
-    if past[1] then append(progress, 'c', past[1]) end
-    if moves then append(progress, 'M', moves) end
+  local progress, published, lost, moves = f[AT.ending] and {JOB.ending, ''} or {}, 0, false, false
+  if f[AT.attempt] ~= '0' then
+    lost, moves = unpack(redis.call('HMGET', job_key(id), JOB.lost, JOB.moves))
+    if lost then append(progress, JOB.lost, lost) end
+    if moves then append(progress, JOB.moves, moves) end
   end
-  if f[13] and not moves then append(progress, 'P', '') end
-  if f[8] or tonumber(f[5]) > 0 then
+  if f[AT.prefers] and not moves then append(progress, JOB.prefers, '') end
+  if f[AT.saved] or tonumber(f[AT.published]) > 0 then
     local all = redis.call('HGETALL', job_key(id))
     for i = 1, #all, 2 do
       -- s<sample>, k<sample> and k<sample>.<number>; what else there may be is nobody's progress.
       local kind, sample, number = string.match(all[i], '^([sk])(%d+)%.?(%d*)$')
-      if kind and whole(sample) and whole(sample) < tonumber(f[7]) and (number == '' or (kind == 'k' and whole(number)))
-        and string.sub(all[i], -1) ~= '.' then
-        local content = kind == 'k' and all[i + 1] or ''
+      if kind and whole(sample) and whole(sample) < tonumber(f[AT.samples])
+        and (number == '' or (kind == JOB.piece and whole(number))) and string.sub(all[i], -1) ~= '.' then
+        local content = kind == JOB.piece and all[i + 1] or ''
         append(progress, all[i], content)
         bytes = bytes + math.max(#content, FIELD_BYTES)
-        published = published + (kind == 's' and 1 or 0)
+        published = published + (kind == JOB.sample and 1 or 0)
       end
     end
-    if published ~= tonumber(f[5]) or published >= tonumber(f[7]) then error(UNEVEN) end
+    if published ~= tonumber(f[AT.published]) or published >= tonumber(f[AT.samples]) then error(UNEVEN) end
   end
   return progress
 end
 
 local function hand_over(id, f, progress)
   local now, i = clock().now, #given
-  bytes = bytes + #f[1]
-  given[i + 1], given[i + 2], given[i + 3], given[i + 4] = id, f[2] + 0, f[7], math.max(0, now - f[3])
-  given[i + 5], given[i + 6], given[i + 7] = f[4] and f[4] - now or '', f[1], progress
+  bytes = bytes + #f[AT.payload]
+  given[i + 1], given[i + 2], given[i + 3] = id, f[AT.attempt] + 0, f[AT.samples]
+  given[i + 4], given[i + 5] = math.max(0, now - f[AT.accepted]), f[AT.deadline] and f[AT.deadline] - now or ''
+  given[i + 6], given[i + 7] = f[AT.payload], progress
 end
 
 local last = redis.call('HMGET', worker_key, 'claim', 'ids', 'alone', 'number')
 if last[1] == number then
   for id in string.gmatch(last[2] or '', '%x+') do
     local f = record(id)
-    if f[6] == 'r' and f[11] == worker and not damaged(f[1], f[2], f[3], f[4], f[5], f[7], f[15], f[16]) then
+    if f[AT.state] == 'r' and f[AT.owner] == worker and not damaged_record(f) then
       alone(id, function() hand_over(id, f, progress_of(id, f)) end)
     end
   end
@@ -80,26 +76,26 @@ if last[1] == number then
 end
 if (whole(last[1]) or 0) > tonumber(number) then return given end
 
-local committed = whole(redis.call('HGET', prefix .. 'weights', 'committed')) or 0
+local committed = whole(redis.call('HGET', KEY.weights, 'committed')) or 0
 local ids, jobs, samples, looked, again = {}, 0, 0, 0, 0
 
 -- Scores in `later` that this worker can serve: {from, to} each. able(kind, adapters): which other workers can, nil for all.
 -- own: for no other worker.
-local has, has_names, ranges = {}, '', {{0, math.min(version, ADAPTER - 1)}}
-local function number_of(adapter) return whole(redis.call('HGET', prefix .. 'weights', 'number:' .. adapter)) end
-for i = 12, #ARGV - 1, 2 do
+local has, has_names, ranges = {}, '', {{0, math.min(version, ADAPTERS_FROM - 1)}}
+local function number_of(adapter) return whole(redis.call('HGET', KEY.weights, 'number:' .. adapter)) end
+for i = 11, #ARGV - 1, 2 do
   has[ARGV[i]] = tonumber(ARGV[i + 1])
   local name, number = ARGV[i], number_of(ARGV[i])
   has_names = has_names .. '/' .. name .. '@' .. ARGV[i + 1]
   if number then
-    ranges[#ranges + 1] = {ADAPTER * number, ADAPTER * number + has[name], able = function(_, adapters)
+    ranges[#ranges + 1] = {ADAPTERS_FROM * number, ADAPTERS_FROM * number + has[name], able = function(_, adapters)
       return string.find(adapters, '/' .. name .. '@', 1, true)
     end}
   end
 end
 if whole(last[4]) then ranges[#ranges + 1] = {-last[4], -last[4], own = true} end   -- what prefers this worker
 
-local needs = read_needs(ARGV[8] or '', number)
+local needs = read_needs(ARGV[7] or '', number)
 append(ranges, unpack(needs.here))
 
 -- Where in `later` a job waits that this worker cannot run; nil for one that it can. An adapter that the pool has no
@@ -108,12 +104,12 @@ local function score_of(v, g, l, n)
   local for_others = #needs.others > 0 and needs.score(n or PLAIN)
   if for_others then return for_others end
   local needs = math.max(tonumber(v) or 0, g and committed - tonumber(g) or 0)
-  if version < needs then return math.min(needs, ADAPTER - 1) end
+  if version < needs then return math.min(needs, ADAPTERS_FROM - 1) end
   if not l then return nil end
   local adapter, least = string.match(l, '^(.+)@(%d+)$')
   least = math.max(1, least + 0)               -- raises for what is no adapter's version
   local number = (has[adapter] or 0) < least and number_of(adapter)
-  return number and ADAPTER * number + math.min(least, ADAPTER - 1) or nil
+  return number and ADAPTERS_FROM * number + math.min(least, ADAPTERS_FROM - 1) or nil
 end
 
 local said = redis.call('HMGET', load_key, 'owed1', 'owed2', 'turn0', 'turn1', 'turn2', 'queued', 'offered', 'spread',
@@ -125,40 +121,42 @@ local one_job, its_turn = 1, 0     -- of the job that was given last
 local unqueued, claimed = 0, {}    -- samples of all that leave their queues; ids that are to be removed together
 local function settle(id, queue)
   local f = record(id)
-  local gone = f[6] == 'r' or ENDED[f[6]] or not (f[6] or f[1])   -- it was cancelled or expired while queued;
-    or not string.match(id, '^%x+$')                              -- or nobody submitted that
-  local wrong = not gone and (f[6] ~= 'q' and 'st' or damaged(f[1], f[2], f[3], f[4], f[5], f[7], f[15], f[16]))
+  local state = f[AT.state]
+  local gone = state == 'r' or ENDED[state] or not (state or f[AT.payload])   -- it was cancelled or expired while queued;
+    or not string.match(id, '^%x+$')                                          -- or nobody submitted that
+  local wrong = not gone and (state ~= 'q' and JOB.state or damaged_record(f))
   local fine = not gone and not wrong
-  local late = fine and f[4] and tonumber(f[4]) <= clock().deadlines
-  local score = fine and not late and not f[14] and score_of(f[9], f[10], f[12], f[17])   -- its end needs no weights
-  if fine and f[13] then redis.call('ZREM', prefers_key, id) end
+  local late = fine and f[AT.deadline] and tonumber(f[AT.deadline]) <= clock().deadlines
+  local score = fine and not late and not f[AT.ending]   -- its end needs no weights
+    and score_of(f[AT.min_version], f[AT.max_staleness], f[AT.adapter], f[AT.needs])
+  if fine and f[AT.prefers] then redis.call('ZREM', prefers_key, id) end
   -- It is left to the worker that it prefers: one with a lease, if the job was never claimed and its time is not over.
-  local ms, other = match(f[13] or '', '^(%d+)@(.+)$')
-  local until_ms = fine and other and not f[14] and other ~= worker and tonumber(f[3]) + (whole(ms) or 0)
-  local away = not fine or late or score or (until_ms and f[2] == '0' and until_ms > clock().deadlines
-    and leave_to(other, id, f[16], f[18], until_ms))
+  local ms, other = match(f[AT.prefers] or '', '^(%d+)@(.+)$')
+  local until_ms = fine and other and not f[AT.ending] and other ~= worker and tonumber(f[AT.accepted]) + (whole(ms) or 0)
+  local away = not fine or late or score or (until_ms and f[AT.attempt] == '0' and until_ms > clock().deadlines
+    and leave_to(other, id, f[AT.priority], f[AT.turn], until_ms))
   if away and queue and score ~= NO_SLOT and redis.call('ZREM', queue, id) == 1 then
-    unqueued = unqueued + unpublished(f[7], f[5])
+    unqueued = unqueued + unpublished(f[AT.samples], f[AT.published])
   end
   if wrong then
     give_up(id, string.format(DAMAGED, wrong))
   elseif late then
     fail(id, 'expired', 'its deadline passed in the queue', '', '')
   elseif score == NO_SLOT then
-    local last = redis.call('ZREVRANGE', queue_key(f[16]), 0, 0, 'WITHSCORES')
-    redis.call('ZADD', queue_key(f[16]), (tonumber(last[2]) or 0) + 1, id)
+    local last = redis.call('ZREVRANGE', queue_key(f[AT.priority]), 0, 0, 'WITHSCORES')
+    redis.call('ZADD', queue_key(f[AT.priority]), (tonumber(last[2]) or 0) + 1, id)
   elseif score then
-    redis.call('ZADD', later_key(f[16]), score, later_member(id, f[18]))   -- out of the way of those behind it
-    if score >= NEEDS and not f[17] then redis.call('HSET', job_key(id), 'N', PLAIN) end
+    redis.call('ZADD', later_key(f[AT.priority]), score, later_member(id, f[AT.turn]))   -- out of the way of those behind it
+    if score >= SLOTS_FROM and not f[AT.needs] then redis.call('HSET', job_key(id), JOB.needs, PLAIN) end
   elseif not away then
-    local progress, moved = progress_of(id, f), f[2] ~= '0' and redis.call('HDEL', job_key(id), 'm') == 1
-    one_job, its_turn, f[2] = f[7] - f[5], whole(f[18]) or 0, f[2] + 1
+    local progress, moved = progress_of(id, f), f[AT.attempt] ~= '0' and redis.call('HDEL', job_key(id), JOB.moving) == 1
+    one_job, its_turn, f[AT.attempt] = f[AT.samples] - f[AT.published], whole(f[AT.turn]) or 0, f[AT.attempt] + 1
     if queue then claimed[#claimed + 1], unqueued = id, unqueued + one_job end
-    redis.call('HSET', job_key(id), 'st', 'r', 'w', worker, 'a', f[2])
+    redis.call('HSET', job_key(id), JOB.state, 'r', JOB.owner, worker, JOB.attempt, f[AT.attempt])
     redis.call('SADD', held_key(worker), id)
     jobs, samples = jobs + 1, samples + one_job
     ids[#ids + 1] = id
-    if f[2] > 1 and not moved then again = again + 1 end
+    if f[AT.attempt] > 1 and not moved then again = again + 1 end
     hand_over(id, f, progress)
   end
 end
@@ -171,16 +169,16 @@ local function consider(id, queue)
 end
 
 -- What this claim says of the worker to those that share, see lib_spread.lua.
-local its_kind = #needs.others > 0 and token_of(ARGV[8]) or '-'
-local me = whole(ARGV[9]) and {
-  name = worker, held = whole(ARGV[9]), most = whole(ARGV[9]) + max_samples, pace = ARGV[10], asked = clock().now,
+local its_kind = #needs.others > 0 and token_of(ARGV[7]) or '-'
+local me = whole(ARGV[8]) and {
+  name = worker, held = whole(ARGV[8]), most = whole(ARGV[8]) + max_samples, pace = ARGV[9], asked = clock().now,
   version = version, like = its_kind .. has_names,
 }
 
 -- One worker at a time is the ward for suspects: it lets what it holds run out, then takes them one by one.
 local alone_with, runs_alone = last[3], false
 if alone_with or (max_samples > 0 and redis.call('LLEN', suspects_key) > 0) then
-  local ward_key = prefix .. 'ward'
+  local ward_key = KEY.ward
   local function ward()
     local until_ms, holder = string.match(redis.call('GET', ward_key) or '', '^(%d+)@(.*)$')
     return whole(until_ms) and whole(until_ms) > clock().leases and holder or nil
@@ -189,15 +187,16 @@ if alone_with or (max_samples > 0 and redis.call('LLEN', suspects_key) > 0) then
   -- The first suspect that this worker could run, and its class. Those that have ended are cleared away.
   local function next_suspect()
     for _, id in ipairs(redis.call('LRANGE', suspects_key, 0, SCAN - 1)) do
-      local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q', 'l', 'x', 'N')
-      if f[1] ~= 'q' then
+      local state, class, min_version, max_staleness, adapter, its_needs, ending = unpack(redis.call('HMGET', job_key(id),
+        JOB.state, JOB.priority, JOB.min_version, JOB.max_staleness, JOB.adapter, JOB.needs, JOB.ending))
+      if state ~= 'q' then
         redis.call('LREM', suspects_key, 1, id)
       else
-        local fine, score = attempt(score_of, f[2], f[3], f[5], f[7])
-        if not fine or not whole(f[4]) or whole(f[4]) >= classes then
+        local fine, score = attempt(score_of, min_version, max_staleness, adapter, its_needs)
+        if not fine or not whole(class) or whole(class) >= CLASSES then
           redis.call('LREM', suspects_key, 1, id)
           give_up(id, 'its class or its adapter is no such thing')
-        elseif f[6] or not score then
+        elseif ending or not score then
           return id
         end
       end
@@ -227,20 +226,20 @@ end
 
 -- How many jobs are in the queue of each class, and in its `later`.
 local sizes, queued, set_aside = {}, 0, 0
-for class = 0, classes - 1 do
+for class = 0, CLASSES - 1 do
   local waits, aside = redis.call('ZCARD', queue_key(class)), redis.call('ZCARD', later_key(class))
   sizes[2 * class + 1], sizes[2 * class + 2], queued, set_aside = waits, aside, queued + waits, set_aside + aside
 end
 
 -- What waits although the worker has its share is left by others. If nobody takes the token, those who are silent are taken
 -- out. If they are not silent they cannot take it, and the share grows.
-local waited = me and whole(ARGV[11]) or 0
+local waited = me and whole(ARGV[10]) or 0
 if waited > 0 then
   if queued > load.queued then            -- somebody has written into the counter
     load.queued = queued
     redis.call('HSET', load_key, 'queued', queued)
   end
-  if redis.call('LLEN', prefix .. 'wake') > 0 then take_out_silent(me, load.queued) end
+  if redis.call('LLEN', KEY.wake) > 0 then take_out_silent(me, load.queued) end
   load.spread = nil
 end
 
@@ -258,11 +257,12 @@ local function enough(range)
         level = level_of_all(me, load, fresh)
       else
         local waits = range.able and 0 or load.queued
-        for class = 0, classes - 1 do
+        for class = 0, CLASSES - 1 do
           local first = redis.call('ZRANGEBYSCORE', later_key(class), range[1], range[2], 'LIMIT', 0, 1)[1]
           if first then
-            local f = redis.call('HMGET', job_key(id_of(first)), 'n', 'd')
-            waits = waits + redis.call('ZCOUNT', later_key(class), range[1], range[2]) * math.max(1, unpublished(f[1], f[2]))
+            local samples, published = unpack(redis.call('HMGET', job_key(id_of(first)), JOB.samples, JOB.published))
+            local here = redis.call('ZCOUNT', later_key(class), range[1], range[2])
+            waits = waits + here * math.max(1, unpublished(samples, published))
           end
         end
         _, level = takers(me, waits, range.able)
@@ -353,12 +353,12 @@ end
 
 -- Highest class first, but nobody starves: `owed<class>` counts the jobs of higher classes that went past a waiting one.
 local taken, owed = {}, {}
-for class = classes - 1, 1, -1 do
+for class = CLASSES - 1, 1, -1 do
   owed[class] = whole(said[class]) or 0
   taken[class] = owed[class] >= SHARE and take(class, math.floor(owed[class] / SHARE)) or 0
 end
 local passed, waiting, changed = 0, false, {}   -- changed: in `load`
-for class = 0, classes - 1 do
+for class = 0, CLASSES - 1 do
   taken[class] = (taken[class] or 0) + take(class, max_jobs)
   -- Those set aside for what this worker has wait, too.
   local left = sizes[2 * class + 2]
@@ -379,7 +379,7 @@ if #changed > 0 then redis.call('HSET', load_key, unpack(changed)) end
 local shares = me and waiting and max_samples > 0 and not full()
 if waiting and (jobs > 0 or looked >= max_jobs + SCAN or shares or max_samples == 0) then
   wake(nil, shares and 2 or 1)
-  if #needs.here > 0 then wake(token_of(ARGV[8])) end
+  if #needs.here > 0 then wake(token_of(ARGV[7])) end
 end
 local limit = limits[EVERYWHERE] or 0
 if limit > 0 and limit < me.most then given[2] = math.floor(1000 * limit) end
@@ -394,7 +394,7 @@ redis.call('HSET', worker_key, 'claim', number, 'ids', table.concat(ids, ','))
 if me and runs_alone then
   redis.call('HDEL', takers_key, worker)
 elseif me then
-  redis.call('HSET', takers_key, worker, string.format('%d %d %s %d %d %s %s', me.held + samples, me.most, ARGV[10],
+  redis.call('HSET', takers_key, worker, string.format('%d %d %s %d %d %s %s', me.held + samples, me.most, ARGV[9],
                                                        me.asked, version, its_kind, has_names))
 end
 return given

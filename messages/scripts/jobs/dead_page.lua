@@ -8,7 +8,7 @@ local newest_first, begin, last, bytes = ARGV[2] == '1', ARGV[3], ARGV[4], 0
 local found = {}
 for _ = 1, tonumber(ARGV[5]) do
   if bytes >= MAX_BYTES then break end
-  local entry = redis.call(newest_first and 'XREVRANGE' or 'XRANGE', prefix .. 'dead', begin, last, 'COUNT', 1)[1]
+  local entry = redis.call(newest_first and 'XREVRANGE' or 'XRANGE', KEY.dead, begin, last, 'COUNT', 1)[1]
   if not entry then break end
   local payload, rest = '', {}
   for i = 1, #entry[2], 2 do

@@ -14,18 +14,19 @@
 -- If the dead letter is gone, nothing is accepted. The job's state is returned, or gone if there is no such job either.
 local STRIDE = 13
 local max_jobs, max_bytes, max_unread, letter = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
-if letter ~= '' and #redis.call('XRANGE', prefix .. 'dead', letter, letter) == 0 then
-  return {redis.call('HGET', job_key(ARGV[6]), 'st') or 'gone'}
+if letter ~= '' and #redis.call('XRANGE', KEY.dead, letter, letter) == 0 then
+  return {redis.call('HGET', job_key(ARGV[6]), JOB.state) or 'gone'}
 end
 local taken, given, state_of = {}, {}, {}
 for i = 6, #ARGV, STRIDE do
   local id, payload, client = ARGV[i], ARGV[i + 1], ARGV[i + 4]
-  local state, same, owner = redis.call('HGET', job_key(id), 'st'), not given[id] or given[id] == payload, client
+  local state, same, owner = redis.call('HGET', job_key(id), JOB.state), not given[id] or given[id] == payload, client
   if state then
-    local f, open = redis.call('HMGET', job_key(id), 'y', 'z', 'h'), state == 'q' or state == 'r'
-    same = same and ((not open and (f[3] or ARGV[i + 11]) == ARGV[i + 11]) or
-      (f[1] == client and f[2] == tostring(#payload) and redis.call('HGET', job_key(id), 'p') == payload))
-    owner = open and f[1] or client
+    local its, size, digest = unpack(redis.call('HMGET', job_key(id), JOB.client, JOB.nbytes, JOB.digest))
+    local open = state == 'q' or state == 'r'
+    same = same and ((not open and (digest or ARGV[i + 11]) == ARGV[i + 11]) or
+      (its == client and size == tostring(#payload) and redis.call('HGET', job_key(id), JOB.payload) == payload))
+    owner = open and its or client
   end
   state_of[id] = state
   if not same then append(taken, (i - 6) / STRIDE, state or 'new', owner) end
@@ -46,7 +47,7 @@ local opened, LONG_MEMBER = {}, string.rep('-', 65)
 
 -- Why a job may not come in now, or nil. One job is let into an empty pool whatever its size: it would never fit later.
 local function misfit(size, client)
-  unread[client] = unread[client] or counted(redis.call('HGET', prefix .. 'unread', client))
+  unread[client] = unread[client] or counted(redis.call('HGET', KEY.unread, client))
   if unread[client] > max_unread then return 'unread' end
   if jobs + accepted == 0 then return kept > max_bytes and 'bytes' or nil end
   if jobs + accepted >= max_jobs then return 'jobs' end
@@ -75,20 +76,21 @@ for i = 6, #ARGV, STRIDE do
     end
     state, state_of[id] = 'new', 'q'
     local its_turn = turn(tenant_of(client), class + 0, n)
-    redis.call('HSET', key, 'st', 'q', 'p', payload, 'n', n, 'q', class, 'y', client, 'z', #payload,
-               't', now, 'a', '0', 'd', '0', 'h', ARGV[i + 11], 'T', its_turn)
+    redis.call('HSET', key, JOB.state, 'q', JOB.payload, payload, JOB.samples, n, JOB.priority, class, JOB.client, client,
+               JOB.nbytes, #payload, JOB.accepted, now, JOB.attempt, '0', JOB.published, '0', JOB.digest, ARGV[i + 11],
+               JOB.turn, its_turn)
     redis.call('SADD', client_key(client), id)
-    if ARGV[i + 5] ~= '0' then redis.call('HSET', key, 'v', ARGV[i + 5]) end
-    if ARGV[i + 6] ~= '' then redis.call('HSET', key, 'g', ARGV[i + 6]) end
+    if ARGV[i + 5] ~= '0' then redis.call('HSET', key, JOB.min_version, ARGV[i + 5]) end
+    if ARGV[i + 6] ~= '' then redis.call('HSET', key, JOB.max_staleness, ARGV[i + 6]) end
     if ARGV[i + 7] ~= '' then
       local deadline = now + tonumber(ARGV[i + 7])
-      redis.call('HSET', key, 'e', deadline)
-      redis.call('ZADD', prefix .. 'deadlines', deadline, id)
+      redis.call('HSET', key, JOB.deadline, deadline)
+      redis.call('ZADD', KEY.deadlines, deadline, id)
     end
-    if ARGV[i + 8] ~= '' then redis.call('HSET', key, 'G', ARGV[i + 8]) end
-    if ARGV[i + 9] ~= '' then redis.call('HSET', key, 'l', ARGV[i + 9]) end
-    if ARGV[i + 10] ~= '' then redis.call('HSET', key, 'P', ARGV[i + 10]) end
-    if ARGV[i + 12] ~= '' then redis.call('HSET', key, 'N', ARGV[i + 12]) end
+    if ARGV[i + 8] ~= '' then redis.call('HSET', key, JOB.group, ARGV[i + 8]) end
+    if ARGV[i + 9] ~= '' then redis.call('HSET', key, JOB.adapter, ARGV[i + 9]) end
+    if ARGV[i + 10] ~= '' then redis.call('HSET', key, JOB.prefers, ARGV[i + 10]) end
+    if ARGV[i + 12] ~= '' then redis.call('HSET', key, JOB.needs, ARGV[i + 12]) end
     if not opened[class] and #ARGV > MANY * STRIDE then
       redis.call('ZADD', queue_key(class), 0, LONG_MEMBER)
       opened[class] = true

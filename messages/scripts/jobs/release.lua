@@ -11,11 +11,11 @@ local worker, max_lost, to = ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local states, i = {}, 5
 
 local function hand_to(id)
-  local f = redis.call('HMGET', job_key(id), 'q', 'T', 'c')
-  if counted(f[3]) > 0 or not leave_to(to, id, f[1], f[2], clock().deadlines + HANDED_MS) then return 'kept' end
-  disown(id, worker, f[1])
-  redis.call('HSET', job_key(id), 'P', '0@' .. to, 'm', 1)
-  redis.call('HINCRBY', job_key(id), 'M', 1)
+  local class, turn, lost = unpack(redis.call('HMGET', job_key(id), JOB.priority, JOB.turn, JOB.lost))
+  if counted(lost) > 0 or not leave_to(to, id, class, turn, clock().deadlines + HANDED_MS) then return 'kept' end
+  disown(id, worker, class)
+  redis.call('HSET', job_key(id), JOB.prefers, '0@' .. to, JOB.moving, 1)
+  redis.call('HINCRBY', job_key(id), JOB.moves, 1)
   redis.call('HINCRBY', load_key, 'moved', 1)
   return 'ok'
 end
@@ -24,7 +24,7 @@ local function give_back(id, attempt, lost, partials)
   local state = owns(id, worker, attempt) and 'ok' or 'fenced'
   if redis.call('EXISTS', job_key(id)) == 0 then redis.call('SREM', held_key(worker), id) end   -- evicted, or deleted
   if state == 'ok' then
-    local total = lost > 0 and redis.call('HINCRBY', job_key(id), 'c', lost) or 0
+    local total = lost > 0 and redis.call('HINCRBY', job_key(id), JOB.lost, lost) or 0
     if total >= max_lost then
       dead_letter(id, 'the engine under it died or failed ' .. total .. ' times', worker, '')
       state = 'dead'

@@ -7,17 +7,18 @@
 local states, running, queued = {}, {}, false
 local function stop(id)
   local key = job_key(id)
-  local f = redis.call('HMGET', key, 'st', 'kk', 'q', 'd', 'T', 'n')
-  local state = f[1] or 'unknown'
-  if state == 'q' and not f[2] and f[4] == '0' then
+  local state, saved, class, turn, samples, published = unpack(redis.call('HMGET', key,
+    JOB.state, JOB.saved, JOB.priority, JOB.turn, JOB.samples, JOB.published))
+  state = state or 'unknown'
+  if state == 'q' and not saved and published == '0' then
     fail(id, 'cancelled', ARGV[2], '', '')
     state = 'unbegun'
   elseif state == 'q' or state == 'r' then
-    redis.call('HSET', key, 'x', 1)
+    redis.call('HSET', key, JOB.ending, 1)
     if state == 'r' then
       running[#running + 1] = id
     else
-      from_later(id, f[3], f[5], f[6], f[4])
+      from_later(id, class, turn, samples, published)
       redis.call('ZREM', prefers_key, id)
       queued = true
     end

@@ -3,11 +3,11 @@
 -- told: the announcement as text. The bell says it, so that nobody has to ask for it.
 -- It may be told again if what it says has changed.
 -- Returns ok; closed if the transfer is over; or taken: other weights have the number, or a higher one.
-local key = prefix .. 'epoch:' .. ARGV[2]
+local key = KEY.epoch .. ARGV[2]
 local state = redis.call('HGET', key, 'st')
 if state == 'closed' then return state end   -- a delayed copy
-local version = prefix .. 'version:' .. ARGV[3]
-local weights, name, number = prefix .. 'weights', string.match(ARGV[3], '^(.*)@(%d+)$')
+local version = KEY.version .. ARGV[3]
+local weights, name, number = KEY.weights, string.match(ARGV[3], '^(.*)@(%d+)$')
 local field = name and 'highest:' .. name or 'highest'
 number = tonumber(number or ARGV[3])
 -- A number that was announced is never given to other tensors: some worker may have them under it, committed or not.

@@ -3,7 +3,7 @@
 -- version: <name>@<version> of an adapter. state: committed or failed. digest: of the version's tensors. holder: JSON of
 -- where its sender offers it from now on. lost: JSON worker -> why it did not report.
 -- Returns the state that the version is in.
-local weights, key, version = prefix .. 'weights', prefix .. 'epoch:' .. ARGV[2], prefix .. 'version:' .. ARGV[3]
+local weights, key, version = KEY.weights, KEY.epoch .. ARGV[2], KEY.version .. ARGV[3]
 -- Not a transfer that Redis has lost with its data: the next one of that number is another one.
 if redis.call('EXISTS', key) == 1 then redis.call('HSET', key, 'st', 'closed', 'lost', ARGV[8]) end
 redis.call('EXPIRE', key, ARGV[5])
@@ -21,7 +21,7 @@ end
 local adapter, number = string.match(ARGV[3], '^(.+)@(%d+)$')
 if redis.call('HGET', version, 'st') == 'committed' and ARGV[7] ~= '' then
   if not adapter and redis.call('HGET', weights, 'committed') == ARGV[3] then
-    redis.call('HSET', prefix .. 'holders', '', ARGV[7])
+    redis.call('HSET', KEY.holders, '', ARGV[7])
   elseif adapter and redis.call('HGET', weights, 'adapter:' .. adapter) == number then
     redis.call('HSET', weights, 'at:' .. adapter, ARGV[7])
   end

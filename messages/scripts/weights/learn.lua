@@ -2,7 +2,7 @@
 -- ARGV: prefix, committed, *adapters (name, version)
 -- committed: the newest version of the weights, 0 to say nothing of it.
 -- An adapter has a number of its own in each shard, by which jobs wait for it there (see close).
-local weights = prefix .. 'weights'
+local weights = KEY.weights
 local function newer(field, version)
   return tonumber(version) > (whole(redis.call('HGET', weights, field)) or 0)
 end

@@ -7,7 +7,7 @@
 -- One heartbeat in REAP_MS is told to reap, however many workers there are.
 local REAP_MS = 200
 local worker = ARGV[2]
-local workers, key = prefix .. 'workers', prefix .. 'worker:' .. ARGV[2]
+local workers, key = KEY.workers, KEY.worker .. ARGV[2]
 if ARGV[5] ~= '1' and not redis.call('ZSCORE', workers, worker) then
   leave_to_others(worker)
   return {'FENCED'}
@@ -21,6 +21,6 @@ if (ARGV[8] or '') ~= '' then redis.call('HSET', needs_key, 'can:' .. ARGV[8], l
 if joins then roster_changed() end
 local reaps = (at < reaped or at >= reaped + REAP_MS) and 1 or 0
 if reaps == 1 then redis.call('HSET', clock_key, 'reaped', at) end
-local weights = redis.call('HMGET', prefix .. 'weights', 'committed', 'open')
+local weights = redis.call('HMGET', KEY.weights, 'committed', 'open')
 return {'OK', redis.call('SCARD', held_key(worker)), whole(weights[1]) or 0, whole(weights[2]) or 0, at, reaps,
   redis.call('ZCARD', workers)}

@@ -10,20 +10,20 @@ local requeued, dead, removed = 0, 0, 0
 
 -- Returns whether the job goes back; its record is damaged if not.
 local function take_back(id, worker)
-  local f = redis.call('HMGET', job_key(id), 'st', 'w', 'z')
-  if f[1] ~= 'r' or f[2] ~= worker then
+  local state, owner, nbytes = unpack(redis.call('HMGET', job_key(id), JOB.state, JOB.owner, JOB.nbytes))
+  if state ~= 'r' or owner ~= worker then
     redis.call('SREM', held_key(worker), id)        -- its record was evicted or deleted by hand
-  elseif redis.call('HINCRBY', job_key(id), 'c', 1) >= max_lost then
-    local lost = redis.call('HGET', job_key(id), 'c')
+  elseif redis.call('HINCRBY', job_key(id), JOB.lost, 1) >= max_lost then
+    local lost = redis.call('HGET', job_key(id), JOB.lost)
     dead_letter(id, 'its worker was lost ' .. lost .. ' times', worker, '')
-    dead, bytes, left = dead + 1, bytes + (whole(f[3]) or 0), left - 2   -- a letter takes as long as three jobs
+    dead, bytes, left = dead + 1, bytes + (whole(nbytes) or 0), left - 2   -- a letter takes as long as three jobs
   else
     requeue(id, worker, max_lost)
     requeued = requeued + 1
   end
 end
 
-for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', '-inf', now, 'LIMIT', 0, most)) do
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', KEY.workers, '-inf', now, 'LIMIT', 0, most)) do
   if left <= 0 or bytes >= MAX_BYTES then break end
   local ids = redis.call('SRANDMEMBER', held_key(worker), left)
   table.sort(ids)   -- by time: suspects run in this order
@@ -46,24 +46,25 @@ if removed > 0 then redis.call('HINCRBY', load_key, 'leases_lost', removed) end
 local expired = end_overdue(left)
 local undecided = end_preferences(left - expired)
 -- Check one reply stream per call. If it has expired unread, its bytes are no longer counted.
-local client = redis.call('HRANDFIELD', prefix .. 'unread')
-if client and redis.call('EXISTS', prefix .. 'reply:' .. client) == 0 then nothing_unread(client) end
+local client = redis.call('HRANDFIELD', KEY.unread)
+if client and redis.call('EXISTS', KEY.reply .. client) == 0 then nothing_unread(client) end
 -- Jobs that wait under a number that `needs` has lost get it again: no worker would look there. The first of each number
 -- is looked at.
 local NUMBERS = 64
 for class = 0, CLASSES - 1 do
   local from = 0
   for _ = 1, NUMBERS do
-    local first = redis.call('ZRANGEBYSCORE', later_key(class), NEEDS + from * SLOT, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+    local first = redis.call('ZRANGEBYSCORE', later_key(class), SLOTS_FROM + from * SLOT, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
     if not first[1] then break end
-    local number = math.floor((first[2] - NEEDS) / SLOT)
+    local number = math.floor((first[2] - SLOTS_FROM) / SLOT)
     local id = id_of(first[1])
-    local f = redis.call('HMGET', job_key(id), 'st', 'N', 'T', 'n', 'd')
-    local names = f[1] == 'q' and string.match(f[2] or '', '^%d+ (.+)$')
+    local state, needs, turn, samples, published = unpack(redis.call('HMGET', job_key(id),
+      JOB.state, JOB.needs, JOB.turn, JOB.samples, JOB.published))
+    local names = state == 'q' and string.match(needs or '', '^%d+ (.+)$')
     local slot = names and whole(redis.call('HGET', needs_key, 'slot:' .. names))
     if not names then
       redis.call('ZREM', later_key(class), first[1])
-      if f[1] == 'q' then to_queue(id, class, f[3], unpublished(f[4], f[5])) end
+      if state == 'q' then to_queue(id, class, turn, unpublished(samples, published)) end
     elseif slot and slot ~= number then
       redis.call('ZADD', later_key(class), first[2] + (slot - number) * SLOT, first[1])
     else

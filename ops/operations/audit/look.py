@@ -9,7 +9,6 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from ....messages.model import PRIORITIES
 from ....messages.redis import Keys
 from ....messages.scripts import Scripts, calls
 
@@ -106,7 +105,7 @@ class Looker:
     async def key_facts(self, names: Sequence[bytes]) -> list[KeyFacts]:
         facts: list[KeyFacts] = []
         for chunk in _chunks(names, CHUNK):
-            keys = (calls.AuditedKey(name, _worker_of(name)) for name in chunk)
+            keys = ((name, _worker_of(name)) for name in chunk)
             raw = await self._scripts.run(calls.audit_keys(*keys))
             facts += [
                 KeyFacts(name, raw[i].decode(), raw[i + 1], bool(raw[i + 2]))
@@ -121,7 +120,7 @@ class Looker:
         if search:
             size = max(1, min(CHUNK, SEARCHED // (int(await self._redis.llen(self.keys.suspects)) + 1)))
         for chunk in _chunks(ids, size):
-            raw = await self._scripts.run(calls.audit_jobs(len(PRIORITIES), int(search), *chunk))
+            raw = await self._scripts.run(calls.audit_jobs(int(search), *chunk))
             facts += [_job(job_id, row, (listed or {}).get(job_id, ())) for job_id, row in zip(chunk, raw, strict=True)]
         return facts
 

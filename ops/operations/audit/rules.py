@@ -1,4 +1,4 @@
-"""The table of a pool's keys, and the rules for each key, job, index entry and counter.
+"""The rules for each key, job, index entry and counter; messages/redis/keys.py has the kinds of keys.
 
 Every rule judges facts that were read in one step.
 """
@@ -7,75 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-from ....messages.model import PRIORITIES
+from ....messages.redis import KEYS, Key
 from .look import JobFacts, KeyFacts, MemberFacts, Totals
 
-Life = Literal["fixed", "ttl", "worker", "job", "client"]
-"""fixed: one of a few names, may stay. ttl: must expire. worker: belongs to a registered worker. job: open, or expires.
-client: exists only while it names open jobs."""
+KINDS = {name: key for key in KEYS for name in key.names}
+"""By the whole name of a key, or its beginning where that ends with ":"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of key: `name` is all of it, or its beginning where it ends with ':'. type: as Redis' TYPE says it, "" for
-    what a script set aside because it was of a wrong type."""
-
-    name: str
-    type: str
-    life: Life
-    index: bool = False
-    """Its members are ids of jobs: see MEMBERS."""
-
-    def matches(self, name: bytes) -> bool:
-        mine = self.name.encode()
-        return name.startswith(mine) and len(name) > len(mine) if self.name.endswith(":") else name == mine
-
-
-KINDS = (
-    Kind("job:", "hash", "job"),
-    *(Kind(f"queued:{index}", "zset", "fixed", index=True) for index in range(len(PRIORITIES))),
-    *(Kind(f"turns:{index}", "zset", "fixed") for index in range(len(PRIORITIES))),
-    *(Kind(f"later:{index}", "zset", "fixed", index=True) for index in range(len(PRIORITIES))),
-    Kind("prefers", "zset", "fixed", index=True),
-    Kind("suspects", "list", "fixed"),
-    Kind("held:", "set", "worker", index=True),
-    Kind("client:", "set", "client", index=True),
-    Kind("deadlines", "zset", "fixed", index=True),
-    Kind("workers", "zset", "fixed"),
-    Kind("clock", "hash", "fixed"),
-    Kind("worker:", "hash", "worker"),
-    Kind("ward", "string", "ttl"),
-    Kind("mark", "string", "ttl"),
-    Kind("scaler", "string", "ttl"),
-    Kind("starting", "hash", "ttl"),
-    Kind("wake", "list", "ttl"),
-    Kind("token:", "list", "ttl"),
-    Kind("news:", "stream", "ttl"),
-    Kind("reader:", "stream", "ttl"),
-    Kind("reply:", "stream", "ttl"),
-    Kind("load", "hash", "fixed"),
-    Kind("needs", "hash", "fixed"),
-    Kind("takers", "hash", "fixed"),
-    Kind("unread", "hash", "fixed"),
-    Kind("bell", "stream", "fixed"),
-    Kind("dead", "stream", "fixed"),
-    Kind("letters", "zset", "fixed"),
-    Kind("weights", "hash", "fixed"),
-    Kind("holders", "hash", "fixed"),
-    Kind("transfers", "stream", "fixed"),
-    Kind("version:", "hash", "ttl"),
-    Kind("epoch:", "hash", "ttl"),
-    Kind("aside:", "", "ttl"),
-    Kind("command:", "hash", "ttl"),
-    Kind("answers:", "hash", "ttl"),
-)
-
-
-def kind_of(name: bytes) -> Kind | None:
-    """The kind of a key, by its name without the pool's prefix; None if the table has none."""
-    return next((kind for kind in KINDS if kind.matches(name)), None)
+def kind_of(name: bytes) -> Key[object] | None:
+    """The kind of a key, by its name without the pool's prefix; None if no part of a pool has such keys."""
+    text = name.decode(errors="replace")
+    start, _, rest = text.partition(":")
+    each = KINDS.get(f"{start}:") if rest else None
+    return each or (None if text.endswith(":") else KINDS.get(text))
 
 
 OPEN = {"q", "r"}

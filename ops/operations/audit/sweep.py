@@ -75,7 +75,7 @@ class Sweep:
 
     async def _types_are_right(self) -> bool:
         """Whether the keys that all rules need can be read."""
-        names = [kind.name.encode() for kind in KINDS if kind.life == "fixed"]
+        names = [name.encode() for name, key in KINDS.items() if key.life == "fixed"]
         facts = await self._look.key_facts(names)
         self._broken = any(one.type not in {"none", _type_of(one.name)} for one in facts)
         return not self._broken
@@ -135,13 +135,13 @@ class Sweep:
         return found
 
     async def _indexes(self) -> AsyncIterator[tuple[bytes, str]]:
-        for kind in KINDS:
-            if kind.index and not kind.name.endswith(":"):
-                yield kind.name.encode(), kind.type
-            elif kind.index:
-                async for chunk in self._look.names(kind.name, kind.type):
+        for start, key in KINDS.items():
+            if key.index and not start.endswith(":"):
+                yield start.encode(), key.type
+            elif key.index:
+                async for chunk in self._look.names(start, key.type):
                     for name in chunk:
-                        yield name, kind.type
+                        yield name, key.type
 
     async def _totals(self) -> tuple[list[Finding], list[str]]:
         """The counters, once two looks agree; else what could not be judged."""

@@ -78,7 +78,7 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
         await ledger.close(announcement, report.ok, Holder(version, "h:1", "t"), {"w2": "is lost"})
     assert [await ledger.reserve(number, "a folder") for number in (2, 3)] + [await ledger.committed()] == [2, 0, 1]
     assert await ledger.holders(1) == (Holder(1, "h:1", "t"), [Holder(1, "h:2", "t")])
-    await broker._scripts.run(calls.learn(2, calls.AdapterVersion("a", 1)))  # as a shard that is not the home
+    await broker._scripts.run(calls.learn(2, ("a", 1)))  # as a shard that is not the home
     again = [await broker._scripts.run(calls.begin_again(version)) for version in (1, 2)]
     assert (again, await ledger.newest()) == ([2, 0], {"": 3, "a": 1})
 
@@ -191,6 +191,6 @@ def test_a_call_that_differs_from_the_scripts_header_is_no_call(declared: Any) -
 
 
 def test_arguments_go_by_name_or_by_place_and_rows_one_after_the_other() -> None:
-    row = calls.FinishedSample("job", 1, 0, b"bytes")
+    row = ("job", 1, 0, b"bytes")
     assert calls.complete("w1", row, row) == ("complete", ("w1", *row, *row))
     assert calls.expire(attempt=2, job_id="job", worker="w1") == calls.expire("w1", "job", 2)

@@ -29,11 +29,11 @@ LONG = settings(COMMON, max_examples=5000, stateful_step_count=60)
 LYING = settings(SOME, max_examples=200, phases=[Phase.generate], report_multiple_bugs=False, verbosity=Verbosity.quiet)
 
 LIES = {
-    "the owner is not checked": ("complete", "f[2] ~= worker or f[3] ~= attempt", "f[3] ~= attempt"),
+    "the owner is not checked": ("complete", "owner ~= worker or current ~= attempt", "current ~= attempt"),
     "the attempt is not raised": ("claim", "or 0, f[2] + 1", "or 0, f[2] + 0"),
     "who loses a job still holds it": ("lib", "redis.call('SREM', held_key(owner), id)\nend", "\nend"),
     "bytes of done jobs stay counted": ("complete", "jobs_ended(done_jobs, done_bytes,", "jobs_ended(done_jobs, 0,"),
-    "saved bytes of ended jobs stay counted": ("lib", "if f.kk then", "if false then"),
+    "saved bytes of ended jobs stay counted": ("lib", "if saved then", "if false then"),
     "saved bytes of published samples stay counted": (
         "lib_pieces",
         "if bytes > 0 then count_saved(key, -bytes) end",
@@ -43,12 +43,12 @@ LIES = {
     "a claim sent again gives the next jobs": ("claim", "last[1] == number", "false"),
     "an ended job keeps its deadline": (
         "lib",
-        "redis.call('ZREM', prefix .. 'deadlines', id) end\n  if f.v",
-        "end\n  if f.v",
+        "redis.call('ZREM', prefix .. 'deadlines', id) end\n  if saved",
+        "end\n  if saved",
     ),
     "what was saved of a published sample stays": (
         "complete",
-        "done)\n      if f[11] and dropped < 4096 then dropped = dropped + drop_pieces_from(key, sample, 0) end",
+        "done)\n      if saved and dropped < 4096 then dropped = dropped + drop_pieces_from(key, sample, 0) end",
         "done)",
     ),
     "handing back counts as a loss": (
@@ -74,7 +74,7 @@ LIES = {
         "false",
     ),
     "later pieces stay": ("lib_pieces", "drop_pieces_from(key, sample, number + 1)", ""),
-    "a sample too many is published": ("complete", "or tonumber(sample) >= tonumber(f[5])", ""),
+    "a sample too many is published": ("complete", "or tonumber(sample) >= tonumber(samples)", ""),
     "set-aside jobs wait for ever": (
         "claim",
         "ranges = {}, '', {{0, math.min(version, 1099511627776 - 1)}}",
@@ -82,7 +82,7 @@ LIES = {
     ),
     "ended suspects stay": ("claim", "redis.call('LREM', suspects_key, 1, id)\n      else\n", "else\n"),
     "a ward's turn is not renewed": ("claim", "if ward() == worker then be_ward() end", ""),
-    "ended ids stay in a queue": ("lib", "if redis.call('ZREM', queue_key(r[8]), id) == 1", "if false"),
+    "ended ids stay in a queue": ("lib", "if redis.call('ZREM', queue_key(class), id) == 1", "if false"),
     "tenants have no turns": ("enqueue", "turns[tenant] = turn + n", "turns[tenant] = turn"),
     "a late tenant makes up for what it did not ask for": ("enqueue", "counted(load[6 + class])", "0"),
     "what comes back has lost its turn": (
@@ -92,8 +92,8 @@ LIES = {
     ),
     "what nobody ran was its client's turn": (
         "lib",
-        "redis.call('ZREM', turns_key(class), r[1])",
-        "redis.call('ZREM', 'x', r[1])",
+        "redis.call('ZREM', turns_key(class), client)",
+        "redis.call('ZREM', 'x', client)",
     ),
     "claimed ids stay in their queue": ("claim", "if queue then claimed[#claimed + 1]", "if queue then claimed[1]"),
     "samples that wait are not counted": ("claim", "if unqueued ~= 0 then", "if false then"),
@@ -103,15 +103,15 @@ LIES = {
         "redis.call('ZADD', later_key(class), -number,",
         "redis.call('ZADD', later_key(class), 0,",
     ),
-    "a suspect moves": ("release", "counted(f[3]) > 0 or not ", "not "),
+    "a suspect moves": ("release", "counted(lost) > 0 or not ", "not "),
     "who is gone is given jobs": ("lib", "if not alive(worker) then return false end", ""),
     "a share never grows": (
         "claim",
         "level = level * 2 ^ math.min(math.max(waited - 2, 0), 16) + math.max(waited - 2, 0)",
         "",
     ),
-    "a failure is of no group": ("lib", "'G', r[11] or id", "'G', id"),
-    "a stray is taken from its worker": ("reap", "f[1] ~= 'r' or f[2] ~= worker", "f[1] ~= 'r'"),
+    "a failure is of no group": ("lib", "group or id)", "id)"),
+    "a stray is taken from its worker": ("reap", "state ~= 'r' or owner ~= worker", "state ~= 'r'"),
     "a job without a record stays held": ("release", "redis.call('EXISTS', job_key(id)) == 0", "false"),
     "a transfer opens again": ("announce", "state == 'closed'", "false"),
     "a committed version goes back": ("lib", "<= (whole(redis.call('HGET', weights, newest)) or 0)", "< 0"),
@@ -122,7 +122,7 @@ LIES = {
     "a preference is for every attempt": ("claim", "until_ms and f[2] == '0'", "until_ms"),
     "nobody ends a preference": ("reap", "undecided = end_preferences(left - expired)", "undecided = 0"),
     "a worker that is gone is waited for": ("lib", "redis.call('ZADD', prefers_key, 0, id_of(member))", ""),
-    "an ended job is still left to a worker": ("lib", "if f.P then redis.call('ZREM', prefers_key, id) end", ""),
+    "an ended job is still left to a worker": ("lib", "if prefers then redis.call('ZREM', prefers_key, id) end", ""),
     "the preferred worker looks in vain": ("claim", "if whole(last[4]) then ranges", "if false then ranges"),
     "outcomes stay for ever": ("lib", "redis.call('EXPIRE', reply, 604800)", ""),
 }

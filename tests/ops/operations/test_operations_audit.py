@@ -20,7 +20,6 @@ from rolloutmq.messages.broker import Piece
 from rolloutmq.messages.model import Partial
 from rolloutmq.messages.redis.keys import later_member
 from rolloutmq.ops.operations.audit.look import Looker
-from rolloutmq.ops.operations.audit.rules import KINDS
 from rolloutmq.ops.operations.audit.sweep import Sweep
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -200,19 +199,6 @@ async def test_a_name_that_is_a_pattern_is_only_itself(redis_db: str) -> None:
         await db.set("rmq:{de.ault}:x", 1)
         await db.set("rmq:{default}x", 1)
         assert (await audit(db))["checked"]["keys"] == 0
-
-
-def test_the_table_knows_every_key() -> None:
-    """A new key of a pool needs a line in the table."""
-    keys = Broker.__init__.__globals__["Keys"]("p")
-    names = [getattr(keys, name) for name in vars(type(keys)) if isinstance(vars(type(keys))[name], property)]
-    flat = [one for name in names for one in ([name] if isinstance(name, str) else name)]
-    flat += [getattr(keys, kind.name[:-1])("x") for kind in KINDS if kind.name.endswith(":")]
-    methods = {name for name, what in vars(type(keys)).items() if callable(what) and not name.startswith("_")}
-    assert methods == {kind.name[:-1] for kind in KINDS if kind.name.endswith(":")}
-    for name in flat:
-        short = name.removeprefix(keys.prefix).encode()
-        assert not short or sum(kind.matches(short) for kind in KINDS) == 1, name
 
 
 @asynccontextmanager

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from support.pools.pool import check_scripted, dump
 
 from rolloutmq.messages import Broker, GenerateJob, SamplingParams, connect, new_id
+from rolloutmq.messages.broker import read_jobs
+from rolloutmq.messages.redis import Keys
+from rolloutmq.ops.replay import queued
 from rolloutmq.ops.replay.queued import answers, waiting
 from rolloutmq.producer import RolloutClient
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -44,21 +48,21 @@ async def test_broken_records_are_passed_over_and_no_more_is_read_than_asked_for
     looked_at: list[str] = []
     async with RolloutClient(redis_db) as client, connect(redis_db) as redis:
         await client.submit_many(jobs)
-        broker, hmget = Broker(redis, "default"), redis.hmget
+        broker = Broker(redis, "default")
 
-        async def counted(name: str, *fields: Any) -> Any:
-            looked_at.append(name)
-            return await hmget(name, *fields)
+        async def counted(redis: Any, keys: Keys, job_ids: Sequence[str], *names: str) -> Any:
+            looked_at.extend(job_ids)
+            return await read_jobs(redis, keys, job_ids, *names)
 
         await redis.set(broker.keys.job(jobs[0].id), "no hash")
         await redis.hset(broker.keys.job(jobs[1].id), "n", "many")
         await redis.zadd(broker.keys.queues[2], {b"\xff": -1})
         claims = await waiting(broker, 10)
-        monkeypatch.setattr(redis, "hmget", counted)
+        monkeypatch.setattr(queued, "read_jobs", counted)
         assert [claim.job_id for claim in await waiting(broker, 4)] == [one.id for one in jobs[1:5]]
         engine = ScriptedEngine()
         await engine.start()
         found = {answer.job_id: answer for answer in await answers(claims, engine, NoTokenizer(), 0)}
-    assert looked_at == [broker.keys.job(one.id) for one in jobs[:5]], "the others' payloads are not fetched"
+    assert looked_at == [one.id for one in jobs[:5]], "the others' payloads are not fetched"
     assert "n=1" in found.pop(jobs[1].id).problem
     assert [len(answer.results) for answer in found.values()] == [1] * 5

@@ -287,7 +287,7 @@ async def adapter(scene: Scene) -> None:
     engine = slow()
     engine.lora = True
     await scene.worker(engine)
-    await Scripts(scene.db, scene.broker.keys).run(calls.learn(0, calls.AdapterVersion("math", 1)))
+    await Scripts(scene.db, scene.broker.keys).run(calls.learn(0, ("math", 1)))
     await scene.submit(tokens(lora="math", min_adapter_version=2))
     await scene.aside()
 

@@ -219,7 +219,7 @@ class WorkerRules(ClientRules):
 
     def take(self, how: Claiming, again: bool = False) -> list[Job]:
         self.claims[how.worker] += 1
-        limits = (how.max_jobs, how.max_samples, how.version, CLASSES, "", how.holds, 0, how.waited)
+        limits = (how.max_jobs, how.max_samples, how.version, "", how.holds, 0, how.waited)
         answer, second = self.send("claim", how.worker, self.claims[how.worker], *limits, again=again)
         if self.model.workers.get(how.worker, True):
             assert answer == ["NOLEASE"]
