@@ -237,26 +237,27 @@ async def test_the_pool_drops_an_answer_only_when_it_is_on_the_disk(
     async with worker(redis_db), connect(redis_db) as db:
         stream = Broker(db, "default").keys.reply(work.client_id)
         client = await RolloutClient(redis_db, client_id=work.client_id, before_ack=work.sync).open()
+        (reader,) = client._core.reader.streams
         assert work.sync(now=True)
         monkeypatch.setattr("rolloutmq.ops.records.SYNC_S", 1000.0)
         async for outcome in client.map(work.jobs(), timeout=10):
             assert isinstance(outcome, RolloutResult)
             assert work.take(outcome, logprobs=False)
-        await client._core.reader._flush_acks()
+        await reader._flush_acks()
         assert await db.xlen(stream) == 3  # written, but not synced yet
         monkeypatch.setattr("rolloutmq.ops.records.SYNC_S", 0.0)
-        await client._core.reader._flush_acks()
+        await reader._flush_acks()
         assert await db.xlen(stream) == 0
 
         def broken(_: int) -> None:
             raise OSError("no disk")
 
         forged = Reply("1-1", outcome, last=False)
-        client._core.reader._acks.append(forged)
+        reader._acks.append(forged)
         monkeypatch.setattr(os, "fsync", broken)
         with pytest.raises(ConfigError, match="no disk"):
-            await client._core.reader._flush_acks()
+            await reader._flush_acks()
         monkeypatch.undo()
         await client.aclose()
-        assert client._core.reader._acks == [forged]  # a sync that comes after a failed one proves nothing
+        assert reader._acks == [forged]  # a sync that comes after a failed one proves nothing
     work.close()
