@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from ..client import RolloutClient
 from .settings import PoolSettings
 
 BOTH = ("max_new_tokens", "max_tokens")
+REQUESTS = 10_000
+"""Requests whose workers are remembered, as many as verl's own balancer remembers."""
 
 
 class PoolServer:
@@ -18,7 +21,8 @@ class PoolServer:
 
     Guarantees: a request that returns has all its tokens, each once, whatever workers die meanwhile. A request starts
     on weights at most `max_staleness` versions behind the newest committed one. A sample that an update interrupts is
-    continued by the workers; verl need not abort and resume it.
+    continued by the workers; verl need not abort and resume it. The turns of one request id prefer the worker that has
+    their prefix in its cache.
 
     Args:
         settings: which pool.
@@ -41,6 +45,7 @@ class PoolServer:
         self._prompt_length, self._response_length, self._longest = prompt_length, response_length, max_model_len
         self._client: RolloutClient | None = None
         self._steps: dict[int, int | None] = {}
+        self._workers: OrderedDict[str, str] = OrderedDict()
 
     async def generate(
         self,
@@ -76,11 +81,16 @@ class PoolServer:
             params.setdefault("logprobs_mode", self._logprobs_mode)
         fields = job_fields({**params, "max_new_tokens": room}, "verl")
         (group,) = await self._open().generate(
-            [prompt], **fields, max_staleness=self._settings.max_staleness, trace_id=request_id[:64]
+            [prompt],
+            **fields,
+            max_staleness=self._settings.max_staleness,
+            trace_id=request_id[:64],
+            prefer_worker=self._workers.get(request_id),
         )
         if group.failures:
             raise JobFailed(group.failures[0])
         (result,) = group.results
+        self._remember(request_id, result.worker_id)
         versions = [segment.version for segment in result.segments]
         first, last = (versions[0], versions[-1]) if versions else (None, None)
         return {
@@ -99,6 +109,12 @@ class PoolServer:
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
+
+    def _remember(self, request_id: str, worker: str) -> None:
+        self._workers[request_id] = worker
+        self._workers.move_to_end(request_id)
+        if len(self._workers) > REQUESTS:
+            self._workers.popitem(last=False)
 
     def _room(self, prompt: int, limits: Sequence[Any]) -> int:
         """How many tokens a request may generate; 0 where its prompt leaves none. As in verl's own servers."""

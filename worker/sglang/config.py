@@ -77,6 +77,11 @@ EPLB_REASON = (
     "only False: experts that move while the engine serves would be somewhere else than where the copy plan of the "
     "first version writes them"
 )
+STORAGES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
+STORAGE_REASON = (
+    "none: a storage names pages by their tokens alone, so it would give back what other weights had computed; the "
+    "memories of device and host (enable_hierarchical_cache) keep versions apart"
+)
 
 
 class SGLangConfig(BaseModel):
@@ -270,7 +275,8 @@ def check_parallelism(*, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> 
 def check_extra(extra: Mapping[str, Any]) -> None:
     """Check SGLang's own arguments. Raises ConfigError for one that this package sets itself.
 
-    Raises InvalidField for an engine over several hosts, and for experts that move: both would break weight sync.
+    Raises InvalidField for an engine over several hosts and for experts that move, which would break weight sync, and
+    for a storage of prefixes, which does not know versions.
     """
     if owned := sorted(OWNED_ARGUMENTS & extra.keys()):
         raise ConfigError(f"extra={owned}: RolloutMQ sets these arguments itself")
@@ -278,3 +284,6 @@ def check_extra(extra: Mapping[str, Any]) -> None:
         raise InvalidField("extra.nnodes", nodes, NODES_REASON)
     if eplb := extra.get("enable_eplb"):
         raise InvalidField("extra.enable_eplb", eplb, EPLB_REASON)
+    for name in STORAGES:
+        if storage := extra.get(name):
+            raise InvalidField(f"extra.{name}", storage, STORAGE_REASON)

@@ -44,8 +44,7 @@ async def _flush_cache(run: SGLangRun, info: EngineInfo, params: dict[str, Any])
 
 
 async def _clear_storage(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
-    arguments = run.manager.server_args
-    if not (arguments.enable_hierarchical_cache or getattr(arguments, "enable_lmcache", False)):
+    if not run.manager.server_args.enable_hierarchical_cache:
         raise RequestRefused(
             "clear_storage: this engine has no hierarchical cache; it is started with the SGLang argument "
             "enable_hierarchical_cache"

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.pools.pool import eventually
+from support.pools.pool import eventually, worker
 
 from rolloutmq.messages.errors import FeatureUnavailable, InvalidField, JobFailed
 from rolloutmq.producer.verl import PoolServer, PoolSettings, PoolWeights
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
@@ -35,6 +37,29 @@ async def test_a_request_gets_the_fields_of_a_token_output(redis_db: str, servin
         assert (len(without["token_ids"]), without["log_probs"]) == (2, None)
     finally:
         await made.aclose()
+
+
+async def test_the_turns_of_a_request_stay_with_the_worker_that_has_their_prefix(
+    redis_db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[tuple[int, ScriptedEngine]] = set()
+    generate = ScriptedEngine.generate
+
+    async def noted(self: ScriptedEngine, request: EngineRequest) -> EngineOutput:
+        asked.add((int(request.token_ids[0]), self))
+        return await generate(self, request)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", noted)
+    made = server(redis_db, prompt_length=200)
+    histories = {f"r{number}": [number, 2, 3] for number in range(16)}
+    async with worker(redis_db, engine=ScriptedEngine(200)), worker(redis_db, engine=ScriptedEngine(200)):
+        for _ in range(4):
+            outputs = await asyncio.gather(*(made.generate(told, PARAMS, name) for name, told in histories.items()))
+            for told, output in zip(histories.values(), outputs, strict=True):
+                told.extend(output["token_ids"])
+        await made.aclose()
+    assert len({engine for _, engine in asked}) == 2
+    assert len(asked) == len(histories)  # each of them with one engine
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,14 @@ def test_experts_that_move_are_refused_with_the_reason() -> None:
     assert told(extra={"enable_eplb": False})["enable_eplb"] is False
 
 
+@pytest.mark.parametrize(("name", "value"), [("hicache_storage_backend", "file"), ("enable_lmcache", True)])
+def test_a_storage_of_prefixes_is_refused_with_the_reason(name: str, value: object) -> None:
+    """It names pages by their tokens alone: KV of other weights would come back."""
+    with pytest.raises(InvalidField, match=rf"extra\.{name}={value!r}: none: .* by their tokens alone"):
+        told(extra={"enable_hierarchical_cache": True, name: value})
+    assert told(extra={"enable_hierarchical_cache": True})["enable_hierarchical_cache"] is True
+
+
 @pytest.mark.sglang
 async def test_a_misspelt_argument_is_named_with_what_may_be_meant() -> None:
     engine = SGLangEngine(SGLangConfig(model="m", extra={"atention_backend": "triton"}))
