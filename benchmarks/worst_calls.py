@@ -34,7 +34,7 @@ from rolloutmq.messages.scripts import calls
 from rolloutmq.messages.scripts.source import script_source
 from rolloutmq.ops.operations.audit.look import ADDED_UP
 from rolloutmq.ops.redis import EmbeddedRedis
-from rolloutmq.sync.transfer import Holder, Ledger, TransferReport
+from rolloutmq.sync.transfer import Ledger, TransferReport, VersionHolder
 from rolloutmq.worker.lease.batches import MAX_BATCH
 from rolloutmq.worker.lease.claims import MAX_JOBS
 
@@ -46,7 +46,7 @@ NEVER = 1 << 30
 SEEN = MAX_JOBS + 64  # entries of queues that a claim looks at
 HOUR_MS = 3_600_000
 WHERE = "10.0.0.1:29500"
-HOLDER = Holder(8, WHERE, "t" * 32).to_json()
+HOLDER = VersionHolder(8, WHERE, "t" * 32).to_json()
 Call = calls.Call
 
 

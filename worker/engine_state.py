@@ -72,10 +72,10 @@ class EngineState:
     @property
     def awake(self) -> bool:
         """Whether commands let it serve."""
-        return self.paused is None and self.sleep.serves
+        return self.paused is None and self.sleep.may_run
 
     @property
-    def serves(self) -> bool:
+    def may_claim(self) -> bool:
         """Whether jobs may be claimed for it."""
         return self.awake and self.in_service and not self.dead.is_set()
 

@@ -32,7 +32,7 @@ class SleepState:
     stale: bool = False
 
     @property
-    def serves(self) -> bool:
+    def may_run(self) -> bool:
         """Whether requests may run."""
         return not self.asleep and not self.stale
 

@@ -122,7 +122,7 @@ class UpdateBudget:
         self._cost_s = self._tokens_per_s = 0.0
 
     @asynccontextmanager
-    async def update(self, mode: UpdateMode, version: int) -> AsyncIterator[None]:
+    async def timed(self, mode: UpdateMode, version: int) -> AsyncIterator[None]:
         """An update to `version`, from before the work stops until it may go on."""
         if self._watching is not None:
             self._watching.cancel()

@@ -67,7 +67,7 @@ class Worker:
             on_failed=self._failed,
             on_dead=self._engine_died,
         )
-        look = self._room, self._serves
+        look = self._room, self._weights_here
         self._claims = ClaimLoop(*look, holds=self._held.unpublished_of, pace=lambda: self._generation.pace)
         self.vitals = Vitals(self._generation, config.lease_s)
         self._report = StatusReport(self._host, engine, self._held, self.vitals, config.max_running)
@@ -254,14 +254,14 @@ class Worker:
     # --- jobs in, samples out --------------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        if self._draining.is_set() or not self._generation.state.serves:
+        if self._draining.is_set() or not self._generation.state.may_claim:
             return 0
         # Slow media of some jobs keep no others from being claimed, as long as they are fewer than a full worker.
         ahead = min(self.config.capacity - self.config.max_running, math.ceil(self._finishes_per_s * AHEAD_S))
         full = min(self.config.max_running + ahead, self._generation.slots.limit)
         return full - self._held.unpublished - max(0, self._claims.slow() - self.config.capacity)
 
-    def _serves(self) -> tuple[int, dict[str, int]]:
+    def _weights_here(self) -> tuple[int, dict[str, int]]:
         return self._generation.version, self._engine.info.adapters.current()
 
     def _begin(self, held: HeldJob) -> None:

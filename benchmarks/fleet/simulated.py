@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolloutmq.sync.wire.frames import STALL_S
-from rolloutmq.sync.wire.sources import Sources
+from rolloutmq.sync.wire.relay_tree import RelayTree
 
 TRAINER = ""
 ANSWER_S = 0.001
@@ -54,7 +54,7 @@ class Publication:
         dice: random.Random,
         join_s: float = 0.05,
     ) -> None:
-        self.sources, self.buckets, self.copies = Sources(), buckets, 0.0
+        self.sources, self.buckets, self.copies = RelayTree(), buckets, 0.0
         self._send_s, self._verify_s = nbytes / link, nbytes / verify
         self._nodes = {TRAINER: Node(TRAINER, has=buckets)}
         self._events: list[tuple[float, int, Any, tuple[Any, ...]]] = []

@@ -47,7 +47,7 @@ end
 
 -- Replace the record of job `id` by a tombstone and remove it from the sets of its owner and its client, and from
 -- `deadlines`. The caller updates the counters but `saved`.
-local function bury_record(id, outcome, owner, client, deadline, saved, digest)
+local function close_record(id, outcome, owner, client, deadline, saved, digest)
   local key = job_key(id)
   if owner then redis.call('SREM', held_key(owner), id) end
   if client then redis.call('SREM', client_key(client), id) end
@@ -105,7 +105,7 @@ local function fail(id, outcome, cause, host, err)
     attempt(function() redis.call('ZREM', later_key(class), later_member(id, turn)) end)
   end
   if prefers then redis.call('ZREM', prefers_key, id) end
-  bury_record(id, outcome, owner, client, deadline, saved, digest)
+  close_record(id, outcome, owner, client, deadline, saved, digest)
   -- A client that has nothing more is not behind with what nobody ran. Of several clients of one tenant another may have.
   if client and tenant_of(client) == client and redis.call('EXISTS', client_key(client)) == 0 then
     for class = 0, CLASSES - 1 do redis.call('ZREM', turns_key(class), client) end
@@ -171,7 +171,7 @@ local function dead_letter(id, cause, host, err)
 end
 
 -- End a job whose record, or whose client's reply stream, nobody can use.
-local function give_up(id, why)
+local function dead_letter_damaged(id, why)
   dead_letter(id, 'what Redis has of it is damaged', '', why)
 end
 
@@ -181,7 +181,7 @@ end
 local function alone(id, f, ...)
   local fine, answer = attempt(f, ...)
   if fine then return answer end
-  give_up(id, answer)
+  dead_letter_damaged(id, answer)
 end
 
 -- Cancel job `id` if it is open. Returns the state it was in, false if it is unknown.
@@ -236,7 +236,7 @@ local function disown(id, owner, class)
 end
 
 -- Put a running job back into its queue at its turn, without an owner, or among the suspects on its last chance.
-local function requeue(id, owner, max_lost)
+local function requeue_or_suspect(id, owner, max_lost)
   local lost, class, turn, samples, published = unpack(redis.call('HMGET', job_key(id),
     JOB.lost, JOB.priority, JOB.turn, JOB.samples, JOB.published))
   lost = tonumber(lost) or 0

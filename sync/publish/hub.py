@@ -14,7 +14,7 @@ from typing import Any
 
 from ...messages.errors import MalformedMessage
 from ..tensors import Snapshot
-from ..wire import ANSWER, REFUSE, WAIT, Brief, Map, Offer, Shelf, Sources, Talk, export_handles, gpu_id, layout_of
+from ..wire import ANSWER, REFUSE, WAIT, Brief, Map, Offer, RelayTree, Shelf, Talk, export_handles, gpu_id, layout_of
 from .cells import Cells, Gathering
 
 SILENT_S = 0.6
@@ -57,7 +57,7 @@ class Outgoing:
     offer: Offer
     brief: bytes
     adapter: bool
-    sources: Sources = field(default_factory=Sources)
+    sources: RelayTree = field(default_factory=RelayTree)
     ranks: dict[str, Line] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     gathering: Gathering = field(default_factory=lambda: Gathering(frozenset()))

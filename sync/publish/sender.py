@@ -18,10 +18,10 @@ from ...messages.model import WeightAnnouncement
 from ...messages.redis import Bell, Ring
 from ..tensors import Snapshot
 from ..transfer import (
-    Holder,
     Ledger,
     SyncSettings,
     TransferReport,
+    VersionHolder,
     offers_no_more,
     parts_of,
     read_report,
@@ -129,7 +129,7 @@ class Sender:
         if newest is not None:
             with contextlib.suppress(RedisError, OSError):
                 version = newest.snapshot.manifest.version
-                await offers_no_more(self._ledger, Holder(version, self._hub.address, newest.token))
+                await offers_no_more(self._ledger, VersionHolder(version, self._hub.address, newest.token))
         self._offered.clear()  # their memory, before Python finds the cycle: a trainer may open another publisher
         await asyncio.to_thread(self._hub.close)
 
@@ -238,7 +238,7 @@ class Sender:
 
     async def _close(self, run: Run) -> None:
         """Workers may serve the version by now. So the result is written even if Redis is away for a while."""
-        holder = Holder(run.told.version, self._hub.address, run.told.token)
+        holder = VersionHolder(run.told.version, self._hub.address, run.told.token)
         lost = {worker: why for worker, why in run.failures.items() if worker not in run.reports}
         close = partial(self._ledger.close, run.told, run.committed, holder, lost)
         if await through_outage(close, time.monotonic() + CLOSE_S) and not run.committed:

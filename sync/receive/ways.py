@@ -209,7 +209,7 @@ class ByHandle(Way):
 class Pulled(Way):
     """Take it bucket by bucket from others, into host memory. Each is verified, and offered to others, as it comes.
 
-    What an earlier attempt has verified of the same version is state.
+    What an earlier attempt has verified of the same version is kept.
     """
 
     transport = "pull"

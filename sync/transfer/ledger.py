@@ -26,7 +26,7 @@ from ...messages.errors import MessageError, WeightSyncError
 from ...messages.model import WeightAnnouncement
 from ...messages.redis import Keys, Ring, name_once, text, whole
 from ...messages.scripts import Scripts, calls
-from .order import Holder, TransferReport
+from .order import TransferReport, VersionHolder
 
 T = TypeVar("T")
 REDIS_RETRY_S = 0.2
@@ -54,7 +54,7 @@ async def through_outage(call: Callable[[], Awaitable[T]], deadline: float) -> T
             await asyncio.sleep(REDIS_RETRY_S)
 
 
-_HOLDER = TypeAdapter(Holder)
+_HOLDER = TypeAdapter(VersionHolder)
 _LOST = TypeAdapter(dict[str, str])
 
 
@@ -158,7 +158,7 @@ class Ledger:
         state = await self.redis.hget(self.keys.epoch(told.epoch), "st")
         return state == b"open" or (bool(state) and await self.version_state(_what(told)) == "committed")
 
-    async def holders(self, version: int) -> tuple[Holder | None, list[Holder]]:
+    async def holders(self, version: int) -> tuple[VersionHolder | None, list[VersionHolder]]:
         """Return the trainer, if it offers `version`, the newest committed one, and some of the workers that do."""
         found: list[Any] = await self.redis.hrandfield(self.keys.holders, ASKED, withvalues=True)
         trainer = await self.redis.hget(self.keys.holders, "")
@@ -173,12 +173,12 @@ class Ledger:
         """Return who offers `version`, of the hash `holders`."""
         return [name for name, value in holders.items() if (told := holder_of(value)) and told.version == version]
 
-    async def adapter_holder(self, name: str) -> Holder | None:
+    async def adapter_holder(self, name: str) -> VersionHolder | None:
         """Return who offers the newest committed version of an adapter."""
         raw = await self.redis.hget(self.keys.weights, f"at:{name}")
         return holder_of(raw) if raw else None
 
-    async def holds(self, worker_id: str, holder: Holder) -> None:
+    async def holds(self, worker_id: str, holder: VersionHolder) -> None:
         """Say that a worker, which got the committed version by itself, offers it to others."""
         await self.redis.hset(self.keys.holders, worker_id, holder.to_json())
 
@@ -189,7 +189,7 @@ class Ledger:
         """
         holder = ""
         if report.ok and report.holder and not told.adapter:
-            holder = Holder(told.version, report.holder, told.token).to_json()
+            holder = VersionHolder(told.version, report.holder, told.token).to_json()
         said = replace(report, switched={}, anew=()).to_json()  # these two are between the worker and its engine
         what, ok = _what(told), int(report.ok)
         call = calls.report(told.epoch, worker_id, said, ok, what, REMEMBER_S, told.digest, holder)
@@ -204,7 +204,7 @@ class Ledger:
         await self.redis.xadd(self.keys.transfers, entry, maxlen=TRANSFERS, approximate=True)
 
     async def close(
-        self, told: WeightAnnouncement, committed: bool, holder: Holder | None, lost: dict[str, str]
+        self, told: WeightAnnouncement, committed: bool, holder: VersionHolder | None, lost: dict[str, str]
     ) -> bool:
         """End the transfer. A committed version becomes the pool's, if it is the newest.
 
@@ -269,7 +269,7 @@ def read_report(value: bytes | str) -> TransferReport:
         return TransferReport(ok=False, phase="load", error=str(error))
 
 
-def holder_of(value: bytes) -> Holder | None:
+def holder_of(value: bytes) -> VersionHolder | None:
     try:
         return _HOLDER.validate_json(value, strict=True)
     except ValidationError:  # one bad entry does not stop the others

@@ -34,7 +34,7 @@ Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "d
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class VersionHolder:
     """Where a verified version is offered. address: "host:port". token: who asks there must know it."""
 
     version: Annotated[int, Field(ge=0)]
@@ -93,7 +93,13 @@ class TransferOrder:
 
     @classmethod
     def from_holders(
-        cls, trainer: Holder | None, workers: Sequence[Holder], digest: str, worker: str, *, timeout_s: float
+        cls,
+        trainer: VersionHolder | None,
+        workers: Sequence[VersionHolder],
+        digest: str,
+        worker: str,
+        *,
+        timeout_s: float,
     ) -> TransferOrder:
         """Make an order to take a committed version from those that have it, at least one. It is nobody's transfer.
 

@@ -10,12 +10,12 @@ from ...messages.errors import WeightSyncError
 from ...messages.redis import Keys
 from ...messages.scripts import Scripts, calls
 from .ledger import Ledger, holder_of
-from .order import Holder, parts_of
+from .order import VersionHolder, parts_of
 
 ANSWERS_S = 2.0
 
 
-async def offers_no_more(ledger: Ledger, holder: Holder) -> None:
+async def offers_no_more(ledger: Ledger, holder: VersionHolder) -> None:
     """A trainer ends, which has offered the committed version there: nobody needs to try whether it still does."""
     said, mine = await ledger.redis.hget(ledger.keys.holders, ""), holder.to_json().encode()
     if said == mine:  # and not a later trainer's

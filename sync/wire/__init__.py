@@ -1,6 +1,6 @@
 """Connections between who has a version and who takes it: bucket by bucket, by broadcast in a cell, by CUDA IPC.
 
-A receiver joins at the sender (`Lines`, `Hub` in sync/publish), which says from whom to take the version (`Sources`).
+A receiver joins at the sender (`Lines`, `Hub` in sync/publish), which says from whom to take the version (`RelayTree`).
 """
 
 from .brief import Brief, layout_of
@@ -19,8 +19,8 @@ from .ipc import export_handles, gpu_id, open_handles
 from .lines import Lines, Place
 from .pull import Pull, fetch_manifest
 from .quiet import quiet_torch
+from .relay_tree import RelayTree
 from .shelf import Offer, Shelf
-from .sources import Sources
 from .store import (
     SLICE_S,
     await_key,
@@ -46,8 +46,8 @@ __all__ = [
     "Place",
     "Pull",
     "Queued",
+    "RelayTree",
     "Shelf",
-    "Sources",
     "Talk",
     "await_broadcasts",
     "await_key",

@@ -21,7 +21,7 @@ ROUNDS = 3
 """How often in a row every source may send other bytes than the version's."""
 
 
-class Source:
+class SourceConnection:
     """A connection to one that has a version, or is getting it."""
 
     def __init__(self, address: str, token: str) -> None:
@@ -90,7 +90,7 @@ def fetch_manifest(order: TransferOrder) -> tuple[WeightManifest, str]:
     why = "nobody offers it"
     for address in (order.address, *order.holders) if order.address else order.holders:
         try:
-            source = Source(address, order.token)
+            source = SourceConnection(address, order.token)
             try:
                 raw, config = source.manifest()
             finally:
@@ -122,7 +122,7 @@ class Pull:
         """token: who asks must know it. broken(): why nobody waits for the version any more; "" if somebody does."""
         self._token, self._ask, self._arrived, self._broken = token, ask, arrived, broken
         self._avoid: set[str] = set()
-        self._source: Source | None = None
+        self._source: SourceConnection | None = None
         self._address, self._stall_s, self._wrong = "", STALL_S, 0
 
     def run(self, buckets: Sequence[torch.Tensor], missing: Sequence[int], deadline: float) -> None:
@@ -155,7 +155,7 @@ class Pull:
     def _take(self, index: int, following: int | None, bucket: torch.Tensor, deadline: float) -> bool:
         """Fill one bucket. Returns False if the source failed. following: the next one, to be asked for ahead."""
         try:
-            source = self._source = self._source or Source(self._address, self._token)
+            source = self._source = self._source or SourceConnection(self._address, self._token)
             source.fetch(index, memoryview(bucket.numpy()), self._stall_s, deadline, self._broken)
             if following is not None:
                 source.ahead(following)

@@ -24,10 +24,10 @@ from rolloutmq.messages.errors import MalformedMessage, RolloutMQError, Transfer
 from rolloutmq.sync.packing import PackedWeights
 from rolloutmq.sync.publish.hub import Hub
 from rolloutmq.sync.tensors import Snapshot
-from rolloutmq.sync.transfer import Holder, TransferOrder
+from rolloutmq.sync.transfer import TransferOrder, VersionHolder
 from rolloutmq.sync.wire import Brief, Lines, Place, Talk, fetch_manifest
 from rolloutmq.sync.wire.frames import ANSWER, ASK, BUCKET, MOST_ANSWERED, REFUSE, WAIT
-from rolloutmq.sync.wire.pull import Source
+from rolloutmq.sync.wire.pull import SourceConnection
 
 HEAD = struct.Struct("!cQ")
 TOKEN = "0f" * 16
@@ -155,10 +155,10 @@ def make_told(rng: Random) -> dict[str, Any]:
 async def run_told(case: dict[str, Any]) -> None:
     said, its = b"".join(case["frames"]), snapshot()
     with _unheard_of(case["holder"]):
-        Source(case["holder"], TOKEN).close()
+        SourceConnection(case["holder"], TOKEN).close()
     with threads_end_well(), _speaker(said) as address:
         order = TransferOrder.from_holders(
-            Holder(3, address, TOKEN), [Holder(3, case["holder"], TOKEN)], "", "w", timeout_s=HOPELESS_S
+            VersionHolder(3, address, TOKEN), [VersionHolder(3, case["holder"], TOKEN)], "", "w", timeout_s=HOPELESS_S
         )
         lines = Lines(None, 0, 1)
         with contextlib.suppress(TransferTimeout):
@@ -177,11 +177,13 @@ async def run_told(case: dict[str, Any]) -> None:
     with (
         _speaker(said) as address,
         contextlib.suppress(TransferTimeout),
-        contextlib.closing(Source(address, TOKEN)) as source,
+        contextlib.closing(SourceConnection(address, TOKEN)) as source,
     ):
         source.fetch(0, memoryview(bytearray(its.buckets[0].numel())), HOPELESS_S, math.inf, lambda: "")
     with _speaker(said) as address, contextlib.suppress(TransferTimeout):
-        fetch_manifest(TransferOrder.from_holders(None, [Holder(3, address, TOKEN)], "", "w", timeout_s=HOPELESS_S))
+        fetch_manifest(
+            TransferOrder.from_holders(None, [VersionHolder(3, address, TOKEN)], "", "w", timeout_s=HOPELESS_S)
+        )
 
 
 @contextlib.contextmanager

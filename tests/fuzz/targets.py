@@ -29,7 +29,7 @@ from rolloutmq.messages.model import Command, GenerateJob, WeightAnnouncement
 from rolloutmq.messages.redis import Bell, Keys
 from rolloutmq.producer.calls.stream import Watched
 from rolloutmq.producer.inbox import Inbox
-from rolloutmq.sync.transfer import Holder, Ledger, TransferReport, heard
+from rolloutmq.sync.transfer import Ledger, TransferReport, VersionHolder, heard
 from rolloutmq.worker.jobs import HeldJob, admit_all
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 from rolloutmq.worker.text.tokenizer import NoTokenizer
@@ -262,7 +262,7 @@ def _json(tree: Any) -> bytes:
     return json.dumps(plain(tree), default=repr).encode(errors="replace")
 
 
-HOLDER = Holder(3, "h:1", "t").to_json().encode()
+HOLDER = VersionHolder(3, "h:1", "t").to_json().encode()
 
 
 def _make_ledger(rng: Random) -> Case:

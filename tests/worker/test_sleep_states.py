@@ -32,7 +32,7 @@ def test_sleep(state: SleepState, tags: frozenset[MemoryTag]) -> None:
     assert set(state.to_sleep(tuple(tags))) == wanted - state.asleep
     after = state.sleep(tuple(tags))
     assert (after.asleep, after.stale) == (state.asleep | wanted, state.stale)
-    assert not after.serves
+    assert not after.may_run
     assert after.takes_weights == ("weights" not in after.asleep)
     assert after.sleep(tuple(tags)) == after
 
@@ -51,7 +51,7 @@ def test_wake(state: SleepState, tags: frozenset[MemoryTag], intact: bool) -> No
         after = state.wake(tuple(tags), intact=intact)
         assert after.asleep == state.asleep - wanted
         assert after.stale == (state.stale or ("weights" in wanted and not intact))
-        assert after.serves == (not after.asleep and not after.stale)
+        assert after.may_run == (not after.asleep and not after.stale)
         assert after.wake(tuple(tags), intact=intact) == after
 
 

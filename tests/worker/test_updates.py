@@ -134,7 +134,7 @@ async def stopped(bench: Bench) -> list[str]:
     """An update stops what runs; the requests with which it goes on."""
     before = len(bench.engine.requests)
     running = bench.generation.running
-    async with bench.generation.updates.update("resume", 2), bench.generation.in_flight.quiet():
+    async with bench.generation.updates.timed("resume", 2), bench.generation.in_flight.quiet():
         pass
     await eventually(lambda: len(bench.engine.requests) == before + running)
     return [request.request_id for request in bench.engine.requests[before:]]

@@ -80,7 +80,7 @@ async def abort(on: WorkerParts, params: AbortParams, deadline: float) -> Mappin
 
 
 def _can_freeze(on: WorkerParts) -> None:
-    if not on.state.sleep.serves:
+    if not on.state.sleep.may_run:
         raise RequestRefused(f"pause in_place: nothing runs in an engine that is asleep: {told(on)}")
 
 

@@ -267,9 +267,8 @@ class Engine(Protocol):
         "flush_cache": {} forgets cached prefixes. No request may run.
         "clear_storage": {} empties the storage of a hierarchical cache.
         "freeze", "thaw": {} stop before the next forward pass, with requests and KV as they are, and continue.
-        "sleep", "wake": {tags}: see worker/commands/sleep_states.py. No request may run, except for a sleep without
-        tags,
-            which only says whether the engine can sleep. Wake returns {intact} if weights wake.
+        "sleep", "wake": {tags}: see worker/sleep_states.py. No request may run, except for a sleep without tags, which
+            only says whether the engine can sleep. Wake returns {intact} if weights wake.
         "audit": {version, names} compares the parameters; see docs/control.md.
         "export": {path, version} writes them as a version of a SnapshotStore, "save_sharded": {path, version} in the
             engine's own format. The caller sees to it that no version is loaded meanwhile. Requests may run.

@@ -17,7 +17,7 @@ from ...messages import tracing
 from ...messages.errors import EngineDead, EngineError, InvalidField, MessageError, TransferTimeout
 from ...messages.model import WeightAnnouncement
 from ...messages.redis import name_once
-from ...sync.transfer import Holder, Ledger, TransferOrder, TransferReport, through_outage
+from ...sync.transfer import Ledger, TransferOrder, TransferReport, VersionHolder, through_outage
 from ..engine import Engine
 from ..gate import set_within
 from ..generation import Generation
@@ -164,7 +164,7 @@ class WeightFollower:
         trainer, workers = await self._ledger.holders(version)
         known = trainer or next(iter(workers), None)
         if known is not None:
-            await self._ledger.holds(worker_id, Holder(version, report.holder, known.token))
+            await self._ledger.holds(worker_id, VersionHolder(version, report.holder, known.token))
 
     async def _look_into(self, told: WeightAnnouncement, worker_id: str, on_change: Callable[[bool], None]) -> bool:
         """Take part in a transfer if it concerns this worker. Returns False if the weights may not be touched now."""
@@ -256,7 +256,7 @@ class WeightFollower:
         if told is not None and told.epoch == self._given_up:  # nobody waits for Redis while generation stands still
             return _over()
         order = replace(order, mode=self._budget.choose(order.mode))
-        async with self._standing_still(order, told) as why_not:
+        async with self._ready_to_load(order, told) as why_not:
             if why_not is not None:
                 return why_not
             self._state.updating = True
@@ -284,12 +284,12 @@ class WeightFollower:
         return report
 
     @asynccontextmanager
-    async def _standing_still(
+    async def _ready_to_load(
         self, order: TransferOrder, told: WeightAnnouncement | None
     ) -> AsyncIterator[TransferReport | None]:
         """Bring generation into the state that the update's mode needs. Yields a report if that was not possible."""
         if order.mode == "in_place" and not self._state.quarantined:
-            async with self._budget.update("in_place", order.version), self._generation.in_flight.switching():
+            async with self._budget.timed("in_place", order.version), self._generation.in_flight.switching():
                 yield None
         elif order.mode == "drain":
             with self._generation.gate.holder("update"):
@@ -302,7 +302,7 @@ class WeightFollower:
                     late = "what was running did not end in the time the trainer gives"
                     yield TransferReport(ok=False, phase="load", error=late)
         else:
-            async with self._budget.update("resume", order.version), self._generation.in_flight.quiet():
+            async with self._budget.timed("resume", order.version), self._generation.in_flight.quiet():
                 yield None
 
     async def _ask(self, half: Coroutine[Any, Any, TransferReport], order: TransferOrder) -> TransferReport:

@@ -119,7 +119,7 @@ local load = {queued = counted(said[6]), offered = counted(said[7]), spread = sa
 -- What becomes of an id at the front of a queue, or one that was taken from `later`.
 local one_job, its_turn = 1, 0     -- of the job that was given last
 local unqueued, claimed = 0, {}    -- samples of all that leave their queues; ids that are to be removed together
-local function settle(id, queue)
+local function give_or_put_aside(id, queue)
   local f = record(id)
   local state = f[AT.state]
   local gone = state == 'r' or ENDED[state] or not (state or f[AT.payload])   -- it was cancelled or expired while queued;
@@ -139,7 +139,7 @@ local function settle(id, queue)
     unqueued = unqueued + unpublished(f[AT.samples], f[AT.published])
   end
   if wrong then
-    give_up(id, string.format(DAMAGED, wrong))
+    dead_letter_damaged(id, string.format(DAMAGED, wrong))
   elseif late then
     fail(id, 'expired', 'its deadline passed in the queue', '', '')
   elseif score == NO_SLOT then
@@ -160,11 +160,11 @@ local function settle(id, queue)
     hand_over(id, f, progress)
   end
 end
-local function consider(id, queue)
+local function guarded(id, queue)
   looked = looked + 1
-  local fine, why = attempt(settle, id, queue)
+  local fine, why = attempt(give_or_put_aside, id, queue)
   if fine then return end
-  give_up(id, why)
+  dead_letter_damaged(id, why)
   load.queued = counted(redis.call('HGET', load_key, 'queued'))   -- that has counted it
 end
 
@@ -195,7 +195,7 @@ if alone_with or (max_samples > 0 and redis.call('LLEN', suspects_key) > 0) then
         local fine, score = attempt(score_of, min_version, max_staleness, adapter, its_needs)
         if not fine or not whole(class) or whole(class) >= CLASSES then
           redis.call('LREM', suspects_key, 1, id)
-          give_up(id, 'its class or its adapter is no such thing')
+          dead_letter_damaged(id, 'its class or its adapter is no such thing')
         elseif ending or not score then
           return id
         end
@@ -211,7 +211,7 @@ if alone_with or (max_samples > 0 and redis.call('LLEN', suspects_key) > 0) then
       be_ward()
       while id and redis.call('SCARD', held_key(worker)) == 0 do
         redis.call('LREM', suspects_key, 1, id)
-        consider(id)
+        guarded(id)
         if jobs > 0 then redis.call('HSET', worker_key, 'alone', id) else id = next_suspect() end
       end
       runs_alone = redis.call('SCARD', held_key(worker)) > 0
@@ -332,12 +332,12 @@ local function take(class, limit)
     local first = head and open and tonumber(redis.call('ZSCORE', queue, id) or nil)
     if head and not (first and first < head.turn) then
       redis.call('ZREM', later, head.member)
-      consider(id_of(head.member))
+      guarded(id_of(head.member))
       heads[place] = head_between(class, head.range, head.score, head.score) or next_head(class, head.range)
       if not heads[place] then table.remove(heads, place) end
     elseif open then
       at = at + 1
-      consider(id, queue)
+      guarded(id, queue)
     else
       break
     end

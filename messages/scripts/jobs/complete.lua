@@ -33,7 +33,7 @@ local function publish(i)
                ENTRY.result, result, ENTRY.last, last and '1' or '0')
     unread[client] = (unread[client] or 0) + ENTRY_BYTES + #result
     if last then
-      bury_record(id, 'done', worker, client, deadline, saved, digest)
+      close_record(id, 'done', worker, client, deadline, saved, digest)
       done_jobs, done_bytes = done_jobs + 1, done_bytes + bytes
     else
       redis.call('HSET', key, JOB.sample .. sample, 1, JOB.published, done)

@@ -14,7 +14,7 @@ local function put_back(id, state, owner, class, turn, deadline, samples, publis
   end
   if state == 'r' then
     if redis.call('SISMEMBER', held_key(owner or ''), id) == 0 then
-      requeue(id, owner or '', math.huge)   -- when its worker is lost nobody would take it back
+      requeue_or_suspect(id, owner or '', math.huge)   -- when its worker is lost nobody would take it back
       wake()
     end
     return

@@ -34,7 +34,7 @@ local function give_back(id, attempt, lost, partials)
         saved = save_partial(job_key(id), ARGV[k], ARGV[k + 1], ARGV[k + 2]) == 'ok' and saved
       end
       if to ~= '' then return saved and hand_to(id) or 'kept' end
-      requeue(id, worker, max_lost)
+      requeue_or_suspect(id, worker, max_lost)
       wake()
     end
   end

@@ -18,7 +18,7 @@ local function take_back(id, worker)
     dead_letter(id, 'its worker was lost ' .. lost .. ' times', worker, '')
     dead, bytes, left = dead + 1, bytes + (whole(nbytes) or 0), left - 2   -- a letter takes as long as three jobs
   else
-    requeue(id, worker, max_lost)
+    requeue_or_suspect(id, worker, max_lost)
     requeued = requeued + 1
   end
 end
@@ -30,7 +30,7 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', KEY.workers, '-inf', now, 'L
   for _, id in ipairs(ids) do
     if bytes >= MAX_BYTES then break end
     if not attempt(take_back, id, worker) then
-      give_up(id, 'its worker was lost, and its record is no record of a job')
+      dead_letter_damaged(id, 'its worker was lost, and its record is no record of a job')
       redis.call('SREM', held_key(worker), id)
       dead = dead + 1
     end

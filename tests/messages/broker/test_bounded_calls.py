@@ -16,7 +16,7 @@ from support.specimens.messages import job, result
 from rolloutmq.messages import Broker, Caps, Finished, Partial, Piece, Segment, encode
 from rolloutmq.messages.broker import CommandBox, CommandSender, DeadLetters
 from rolloutmq.messages.model import CommandReply, WeightAnnouncement
-from rolloutmq.sync.transfer import Holder, Ledger
+from rolloutmq.sync.transfer import Ledger, VersionHolder
 from rolloutmq.sync.transfer.ledger import ASKED
 
 MB = 1 << 20
@@ -167,10 +167,10 @@ async def test_what_many_have_is_read_in_parts(db: Redis, broker: Broker, joined
 
 async def test_a_look_at_the_holders_reads_a_few_of_them(db: Redis, broker: Broker) -> None:
     ledger = Ledger(db, "default")
-    told = {f"worker-{number}": Holder(3, f"h:{number}", "t").to_json() for number in range(2000)}
-    await db.hset(broker.keys.holders, mapping=told | {"": Holder(3, "trainer:1", "t").to_json()})
+    told = {f"worker-{number}": VersionHolder(3, f"h:{number}", "t").to_json() for number in range(2000)}
+    await db.hset(broker.keys.holders, mapping=told | {"": VersionHolder(3, "trainer:1", "t").to_json()})
     trainer, workers = await ledger.holders(3)
-    assert trainer == Holder(3, "trainer:1", "t")
+    assert trainer == VersionHolder(3, "trainer:1", "t")
     assert ASKED - 1 <= len(workers) <= ASKED
     calls = await commands(db, ledger.holders(3))
     assert calls.keys() >= {"hrandfield"}

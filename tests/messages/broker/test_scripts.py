@@ -17,7 +17,7 @@ from rolloutmq.messages.model.commands import CommandReply
 from rolloutmq.messages.scripts import Scripts, calls
 from rolloutmq.messages.scripts.calls import Call
 from rolloutmq.messages.scripts.source import FOLDER, LIBRARIES
-from rolloutmq.sync.transfer.ledger import Holder, Ledger
+from rolloutmq.sync.transfer.ledger import Ledger, VersionHolder
 from rolloutmq.sync.transfer.order import TransferReport
 
 ELSEWHERE = ("lib", "audit_")
@@ -75,9 +75,9 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
         )
         await ledger.announce(announcement)
         await ledger.report(announcement, "w1", report)
-        await ledger.close(announcement, report.ok, Holder(version, "h:1", "t"), {"w2": "is lost"})
+        await ledger.close(announcement, report.ok, VersionHolder(version, "h:1", "t"), {"w2": "is lost"})
     assert [await ledger.reserve(number, "a folder") for number in (2, 3)] + [await ledger.committed()] == [2, 0, 1]
-    assert await ledger.holders(1) == (Holder(1, "h:1", "t"), [Holder(1, "h:2", "t")])
+    assert await ledger.holders(1) == (VersionHolder(1, "h:1", "t"), [VersionHolder(1, "h:2", "t")])
     await broker._scripts.run(calls.learn(2, ("a", 1)))  # as a shard that is not the home
     again = [await broker._scripts.run(calls.begin_again(version)) for version in (1, 2)]
     assert (again, await ledger.newest()) == ([2, 0], {"": 3, "a": 1})

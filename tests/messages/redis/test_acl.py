@@ -26,7 +26,7 @@ from rolloutmq.ops.journal import live_of
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.status import pool_state
 from rolloutmq.producer.control import PoolControl
-from rolloutmq.sync.transfer.ledger import Holder, Ledger
+from rolloutmq.sync.transfer.ledger import Ledger, VersionHolder
 from rolloutmq.sync.transfer.order import TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -195,7 +195,7 @@ async def test_a_workers_rarer_duties(url: Url, admin: redis.asyncio.Redis) -> N
         assert await ledger.goes_on(announcement)
         await ledger.report(announcement, "last", TransferReport(True, "done", holder="h:1"))
         assert (await ledger.heading())[:2] == (announcement.version, announcement.digest)
-        here = Holder(announcement.version, "h:1", announcement.token)
+        here = VersionHolder(announcement.version, "h:1", announcement.token)
         assert await ledger.holders(announcement.version) == (None, [here])
         await ledger.holds("late", here)
         assert await ledger.adapter_holder("math") is None
@@ -219,7 +219,7 @@ async def test_a_publisher_does_its_work(url: Url, admin: redis.asyncio.Redis) -
         await ledger.live_workers()
         await ledger.announce(announcement)
         await ledger.epoch(announcement.epoch)
-        here = Holder(announcement.version, "h:1", announcement.token)
+        here = VersionHolder(announcement.version, "h:1", announcement.token)
         await ledger.close(announcement, True, here, {})
         assert await ledger.committed() == announcement.version
         assert await ledger.version_state(announcement.version) == "committed"
@@ -353,7 +353,7 @@ async def test_a_producer_cannot_be_a_worker_or_a_publisher(url: Url, admin: red
         for attempt in (
             lease.join(status("real")), lease.heartbeat(status("real")), lease.claim(1, 1, 0), lease.reap(3),
             lease.leave(), ledger.report(announcement, "real", TransferReport(True, "done")),
-            ledger.holds("real", Holder(1, "h:1", "t")), ledger.announce(announcement),
+            ledger.holds("real", VersionHolder(1, "h:1", "t")), ledger.announce(announcement),
             ledger.close(announcement, True, None, {}), ledger.new_epoch(), Broker(client, "mine").workers(),
         ):  # fmt: skip
             with pytest.raises(NoPermissionError):

@@ -158,7 +158,7 @@ def watch(fault: Fault) -> None:
     watched(fault, Way, "say_ready", "ready")
     watched(fault, group.GlooGroup, "broadcast", "broadcast")
     watched(fault, group.NcclGroup, "broadcast", "broadcast")
-    watched(fault, pull.Source, "fetch", "fetch")
+    watched(fault, pull.SourceConnection, "fetch", "fetch")
     watched(fault, verify.Arrival, "queue", "arrived")
     watched(fault, verify.Arrival, "check", "verify")
     watched(fault, verify.Arrival, "check_bucket", "verify")

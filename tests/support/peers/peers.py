@@ -23,7 +23,7 @@ from rolloutmq.sync.packing.packing import PackedWeights
 from rolloutmq.sync.publish.hub import Hub, Outgoing
 from rolloutmq.sync.publish.sender import PROBE_S
 from rolloutmq.sync.tensors.snapshot import Snapshot
-from rolloutmq.sync.transfer.ledger import Holder
+from rolloutmq.sync.transfer.ledger import VersionHolder
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.weights.follower import ATTEMPTS, LINE_TROUBLE
 
@@ -207,7 +207,7 @@ def order_from(
 ) -> TransferOrder:
     """To take a version from those who have it at these addresses, without a trainer."""
     manifest = snapshot.manifest
-    there = [Holder(manifest.version, address, token) for address in holders]
+    there = [VersionHolder(manifest.version, address, token) for address in holders]
     return TransferOrder.from_holders(None, there, manifest.fingerprint, worker, timeout_s=timeout_s)
 
 

@@ -128,7 +128,7 @@ def trainer_main(pipe: Connection, told: dict[str, Any]) -> None:
     from rolloutmq import WeightPublisher  # noqa: PLC0415
     from rolloutmq.sync.publish.hub import Hub  # noqa: PLC0415
     from rolloutmq.sync.transfer.ledger import Ledger  # noqa: PLC0415
-    from rolloutmq.sync.wire.sources import Sources  # noqa: PLC0415
+    from rolloutmq.sync.wire.relay_tree import RelayTree  # noqa: PLC0415
 
     peer_process.end_with_parent()
     torch.set_num_threads(1)
@@ -136,7 +136,7 @@ def trainer_main(pipe: Connection, told: dict[str, Any]) -> None:
     peer_process.watched(fault, Hub, "offer", "offer")
     peer_process.watched(fault, Ledger, "announce", "announce")
     peer_process.watched(fault, Hub, "_join", "join")
-    peer_process.watched(fault, Sources, "done", "done")
+    peer_process.watched(fault, RelayTree, "done", "done")
     peer_process.watched(fault, Ledger, "close", "commit")
     peer_process.watch_sender(fault)
     url, until = told.pop("redis_url"), time.monotonic() + 20.0

@@ -21,7 +21,7 @@ from rolloutmq.messages.errors import EngineDead, PoolBusy
 from rolloutmq.messages.ids import new_id
 from rolloutmq.messages.scripts import Scripts, calls
 from rolloutmq.producer.control import PoolControl
-from rolloutmq.sync.transfer import Holder, Ledger
+from rolloutmq.sync.transfer import Ledger, VersionHolder
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.engine import EngineInfo, EngineOutput, EngineRequest
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -73,7 +73,7 @@ class Scene:
         """Let a version be committed, which somebody offers at an address."""
         await self.db.hset(self.broker.keys.weights, mapping={"committed": version, "digest": "d"})
         if address is not None:
-            await self.db.hset(self.broker.keys.holders, "", Holder(version, address, "secret").to_json())
+            await self.db.hset(self.broker.keys.holders, "", VersionHolder(version, address, "secret").to_json())
 
     async def never_answers(self) -> str:
         """The address of a trainer that takes connections, and says nothing."""

@@ -21,7 +21,7 @@ from rolloutmq.sync.adapters import receive_adapter
 from rolloutmq.sync.adapters.format import Adapter
 from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.sync.publish.hub import Hub, Outgoing
-from rolloutmq.sync.transfer.ledger import Holder, Ledger
+from rolloutmq.sync.transfer.ledger import Ledger, VersionHolder
 from rolloutmq.sync.transfer.order import SENDER_GONE, TransferOrder, TransferReport
 from rolloutmq.sync.wire import Lines
 from rolloutmq.worker.engine.loaded_adapters import NOT_ENABLED
@@ -191,7 +191,7 @@ async def test_the_first_good_report_commits_an_adapter(redis_db: str, db: Redis
         await ledger.announce(told)
         await ledger.report(told, "w1", TransferReport(ok=version == 1, phase="done"))
         assert await ledger.adapters() == {"math": 1}  # by the worker's report, and the trainer's word changes nothing
-        holder = Holder(version, "h:1", "token")
+        holder = VersionHolder(version, "h:1", "token")
         assert await ledger.close(told, version == 1, holder, {"w2": "was lost"}) == (version == 1)
     assert await ledger.adapters() == {"math": 1}
-    assert await ledger.adapter_holder("math") == Holder(1, "h:1", "token")
+    assert await ledger.adapter_holder("math") == VersionHolder(1, "h:1", "token")

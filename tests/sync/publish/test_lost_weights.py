@@ -19,7 +19,7 @@ from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.weights_ledger import reset_weights
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.producer.diagnosis import read_pool, reasons
-from rolloutmq.sync.transfer import Holder, Ledger
+from rolloutmq.sync.transfer import Ledger, VersionHolder
 
 
 async def lose(url: str, *, killed: bool = False) -> None:
@@ -29,7 +29,7 @@ async def lose(url: str, *, killed: bool = False) -> None:
     if killed:  # then its entry stays
         async with connect(url, pool="default") as db:
             ledger = Ledger(db, "default")
-            await db.hset(ledger.keys.holders, "", Holder(3, "127.0.0.1:9", "secret").to_json())
+            await db.hset(ledger.keys.holders, "", VersionHolder(3, "127.0.0.1:9", "secret").to_json())
 
 
 async def causes(url: str) -> list[str]:

@@ -9,7 +9,7 @@ from support.peers.publishing import publish, publisher
 from support.pools.pool import eventually, worker
 
 from rolloutmq.messages import WeightSyncError
-from rolloutmq.sync.transfer.ledger import Holder, Ledger
+from rolloutmq.sync.transfer.ledger import Ledger, VersionHolder
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -88,7 +88,7 @@ async def test_a_first_version_that_no_worker_took_is_not_committed_later(
 
     holders, asked = Ledger.holders, list[int]()
 
-    async def counted(self: Ledger, version: int) -> tuple[Holder | None, list[Holder]]:
+    async def counted(self: Ledger, version: int) -> tuple[VersionHolder | None, list[VersionHolder]]:
         asked.append(version)
         return await holders(self, version)
 

@@ -10,7 +10,7 @@ from support.pools.late import check_equal, publish, publish_and_leave, publishe
 from support.pools.pool import eventually, worker
 
 from rolloutmq.ops.status import pool_state
-from rolloutmq.sync.transfer.ledger import Holder, Ledger
+from rolloutmq.sync.transfer.ledger import Ledger, VersionHolder
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -86,7 +86,7 @@ async def test_an_entry_that_leads_nowhere_is_passed_over(redis_db: str, ledger:
         token = (trainer or workers[0]).token
         await second.crash()
         for number in range(3):
-            await ledger.holds(f"gone{number}", Holder(1, f"127.0.0.1:{number + 1}", token))
+            await ledger.holds(f"gone{number}", VersionHolder(1, f"127.0.0.1:{number + 1}", token))
         async with worker(redis_db) as late:
             await eventually(lambda: version_of(late) == 1)
             check_equal(late.engine, 1)

@@ -11,10 +11,10 @@ import torch
 from rolloutmq.sync.receive.receiver import Receiver
 from rolloutmq.sync.receive.state import RankState
 from rolloutmq.sync.tensors.runtime import SHORT_S, short_turns
-from rolloutmq.sync.transfer.ledger import Holder
+from rolloutmq.sync.transfer.ledger import VersionHolder
 from rolloutmq.sync.transfer.order import TransferOrder
 
-ORDER = TransferOrder.from_holders(None, [Holder(1, "127.0.0.1:1", "token")], "", "w", timeout_s=0.5)
+ORDER = TransferOrder.from_holders(None, [VersionHolder(1, "127.0.0.1:1", "token")], "", "w", timeout_s=0.5)
 
 
 def test_turns_are_short_as_long_as_anybody_wants_them() -> None:

@@ -12,7 +12,7 @@ from support.peers.soak import soak
 from support.pools.pool import eventually
 
 from rolloutmq.sync.transfer.order import TransferReport
-from rolloutmq.sync.wire.sources import DIRECT
+from rolloutmq.sync.wire.relay_tree import DIRECT
 from rolloutmq.worker.weights.follower import LINE_TROUBLE
 
 NEVER_S = 600.0

@@ -25,7 +25,7 @@ class _Receiver:
     done: bool = False
 
 
-class Sources:
+class RelayTree:
     """The receivers of one version. They have names; "" is the sender, which is no receiver.
 
     copies: how many the sender has been asked for. late: whether who comes now is late. It then spares the sender, as
