@@ -129,7 +129,7 @@ class Worker:
             *(self._engine, self._generation, self._follower, ledger, self._claims, self._handback, self._outbox),
             journal=self._journal,
             drain=self.drain,
-            called=self._current_state,
+            state_name=self._current_state,
         )
         self._commands = Commands(HANDLERS, parts, self._command_done)
         try:

@@ -18,7 +18,7 @@ from ..weights import WeightFollower
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """ledger: of its pool. drain(seconds): leaves the pool within so many seconds. called(): the worker's state, as in
+    """ledger: of its pool. drain(seconds): leaves the pool within so many seconds. state_name(): the worker's state, as in
     its status."""
 
     engine: Engine
@@ -30,7 +30,7 @@ class WorkerParts:
     outbox: Outbox
     journal: WorkerJournal
     drain: Callable[[float | None], None]
-    called: Callable[[], WorkerState]
+    state_name: Callable[[], WorkerState]
 
     @property
     def state(self) -> EngineState:

@@ -17,7 +17,7 @@ async def version(on: WorkerParts, params: NoParams, deadline: float) -> Mapping
     return {
         **pause.told(on),
         "version": on.generation.version,
-        "state": on.called(),
+        "state": on.state_name(),
         "in_service": on.state.in_service,
         "updating": on.state.updating,
         "quarantined": on.state.quarantined,

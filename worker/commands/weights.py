@@ -79,7 +79,7 @@ async def load(on: WorkerParts, params: LoadParams, deadline: float) -> Mapping[
         if on.state.in_service:
             break
         await asyncio.sleep(LOOK_S)
-    return {**result, "format": found, "version": params.version, "state": on.called()}
+    return {**result, "format": found, "version": params.version, "state": on.state_name()}
 
 
 async def _load_named(on: WorkerParts, params: LoadParams, deadline: float) -> dict[str, Any]:
