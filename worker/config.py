@@ -45,7 +45,7 @@ class WorkerConfig(BaseModel):
     """Folder where the publisher saves versions; a worker that is behind looks there first."""
     first_weights: Literal["checkpoint", "newest"] = "checkpoint"
     """What an engine begins with: checkpoint; or newest, if the pool has a version: then it does not read its
-    checkpoint, and serves when that version has come."""
+    checkpoint, and serves when that version has come. With load_format dummy it waits for the first one, too."""
     journal: str | None = Field(default=None, min_length=1)
     """Folder or URL (s3://…) for a journal of what this worker claims, saves, publishes and loads; several may share
     one."""

@@ -39,6 +39,7 @@ class EngineState:
         self._no_engine, self._no_version = legs.holder("dead"), legs.holder("quarantine")
         self._no_version_since = 0.0
         self._sleep = SleepState()
+        self._random = False
         self.patient = False
         """Whether an engine without a whole version is given as long as it takes."""
 
@@ -81,12 +82,13 @@ class EngineState:
 
     def blocks(self) -> dict[str, str]:
         """What keeps it from serving, each with who or what that is."""
+        stale = "its weights were asleep, and none have come since" if self.sleep.stale else ""
         found = {
             "pause": self.ordered_by if self.paused else "",
             "asleep": self.ordered_by if self.sleep.asleep else "",
-            "stale": "its weights were asleep, and none have come since" if self.sleep.stale else "",
+            "stale": "its weights are random, and no version has come" if self._random else stale,
             "dead": "its engine is being started again" if self.dead.is_set() else "",
-            "quarantine": "its weights are no whole version" if self.quarantined else "",
+            "quarantine": "its weights are no whole version" if self.quarantined and not self._random else "",
         }
         return {name: why for name, why in found.items() if why}
 
@@ -130,7 +132,7 @@ class EngineState:
 
     def has(self, version: int) -> None:
         """It has a whole version, verified."""
-        self.version, self.in_service, self.patient = version, True, False
+        self.version, self.in_service, self.patient, self._random = version, True, False, False
         self._no_version.release()
 
     def renamed(self, version: int) -> None:
@@ -148,6 +150,11 @@ class EngineState:
         self._no_version.acquire()
         self.version = 0
         self.doubted()
+
+    def is_random(self) -> None:
+        """Its weights are random by its configuration: it generates nothing until a version comes, whenever that is."""
+        self.broken(patient=True)
+        self._random = True
 
     def doubted(self) -> None:
         """Its version is to be compared with the pool's before it serves again."""

@@ -166,9 +166,24 @@ class Worker:
         if self._draining.is_set():
             return
         self.vitals.startup.engine_is_up(self._engine.info.startup)
-        if self._engine.info.empty:
+        self._look_at_first_weights()
+
+    def _look_at_first_weights(self) -> None:
+        """Of an engine that was just started."""
+        info, state = self._engine.info, self._generation.state
+        if info.empty:
             log.info("the checkpoint was not read: the pool's newest version comes first")
-            self._generation.state.broken()  # without one in time the engine starts again, with the checkpoint
+            state.broken()  # without one in time the engine starts again, with the checkpoint
+        elif info.random and self.config.first_weights == "newest":
+            log.info("the engine's weights are random: it serves when the first version has come")
+            state.is_random()
+        elif info.random:
+            log.warning("the engine's weights are random (load_format=dummy), and are served as version 0")
+
+    def _engine_restarted(self) -> None:
+        assert self._follower is not None
+        self._follower.restarted()
+        self._look_at_first_weights()
 
     async def _incarnation(self, redis: Redis, listener: Redis, waker: Redis, parts: WorkerParts) -> None:
         """Serve under one lease, until it is lost or the worker is drained."""
@@ -201,7 +216,7 @@ class Worker:
                 taking: list[Loop] = [
                     partial(self._claims.run, lease, waker, self._admission.admit),
                     partial(self._follower.run, self.worker_id, self._weights_changed),
-                    partial(self._keeper.run, lease, self._claims, self._follower.restarted),
+                    partial(self._keeper.run, lease, self._claims, self._engine_restarted),
                 ]
                 giving: list[Loop] = [
                     partial(memberships.run, lambda: self.vitals.beat(self._status()), self._on_beat),

@@ -58,11 +58,12 @@ def max_running(value: Any) -> Told:
 
 
 def load_format(value: Any) -> Told:
-    """Read a load format. VERL's dummy_* is "dummy"; formats that only trainers know become "auto"."""
+    """Read a load format. VERL's dummy_* is "dummy", and waits for the trainer's first version, as VERL does; formats
+    that only trainers know become "auto"."""
     if not isinstance(value, str):
         raise ValueError("auto, dummy, or a format that SGLang loads")
     if value.startswith("dummy"):
-        return {"engine.load_format": "dummy"}
+        return {"engine.load_format": "dummy", "worker.first_weights": "newest"}
     return {"engine.load_format": "auto" if value in {"hf", "megatron", "dtensor"} else value}
 
 

@@ -24,7 +24,7 @@ WAYS: dict[Cause, str] = {
     "quarantined": "Publish a version, or wait: after 30 s without one its engine is restarted.",
     "draining": "Start other workers: these were told to leave.",
     "asleep": "`rolloutmq control wake`.",
-    "stale-weights": "Publish a version, or `rolloutmq control load`: weights that slept are gone.",
+    "stale-weights": "Publish a version, or `rolloutmq control load`: those it has are gone, or random.",
     "paused": "`rolloutmq control resume`.",
     "behind": "Wait; if it does not come, `rolloutmq weights show` says why.",
 }

@@ -18,8 +18,8 @@ from ..weights import WeightFollower
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """ledger: of its pool. drain(seconds): leaves the pool within so many seconds. state_name(): the worker's state, as in
-    its status."""
+    """ledger: of its pool. drain(seconds): leaves the pool within so many seconds. state_name(): the worker's state, as
+    in its status."""
 
     engine: Engine
     generation: Generation

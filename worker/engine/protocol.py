@@ -145,7 +145,8 @@ class EngineInfo:
     features: optional job fields that this engine supports. A job that uses another one is refused by name.
     deterministic: whether it samples by seeds, and a token does not depend on its batch.
     adapters: the LoRA adapters in it. The worker keeps this up to date. Empty after a start.
-    empty: its weights are random until a version is loaded. It must not generate before.
+    empty: its weights are random until a version is loaded. It must not generate before. random: they are after each
+    start, because it is configured to read no checkpoint.
     startup: seconds that the start took inside the engine, by phase: model, graphs, engine.
     """
 
@@ -163,6 +164,7 @@ class EngineInfo:
     deterministic: bool = False
     adapters: LoadedAdapters = field(default_factory=LoadedAdapters, compare=False, repr=False)
     empty: bool = False
+    random: bool = False
     startup: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:

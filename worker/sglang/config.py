@@ -114,8 +114,8 @@ class SGLangConfig(BaseModel):
     max_total_tokens: Int | None = Field(default=None, ge=64)
     """Size of the KV cache in tokens; on a CPU 65536."""
     load_format: str = "auto"
-    """auto loads the checkpoint; dummy starts from random weights, for benchmarks or where the trainer publishes the
-    first version."""
+    """auto loads the checkpoint; dummy starts from random weights: for benchmarks, and with `first_weights` newest
+    where the trainer publishes the first version."""
     attention_backend: str | None = None
     """SGLang's name; default: its own choice."""
     sampling_backend: str | None = None

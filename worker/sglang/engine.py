@@ -82,7 +82,8 @@ class SGLangEngine:
             info = await run.open()
         self._run = run
         try:
-            self._info = replace(info, empty=empty, features=features(self.config, run.manager, info.device))
+            random, able = self.config.load_format == "dummy", features(self.config, run.manager, info.device)
+            self._info = replace(info, empty=empty, random=random, features=able)
             self._shapes = run.engine.shapes()
             if self.config.task == "reward":
                 await clear_head(run.manager, self.config.model, self.config.tp_size)

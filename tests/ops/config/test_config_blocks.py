@@ -238,6 +238,7 @@ def test_a_dummy_start_greedy_rollouts_and_eager_mode(tmp_path: Path) -> None:
     assert loaded.job()["sampling"].temperature == 0.0
     assert loaded.job()["logprobs"].sampled is False
     assert (loaded.engine().load_format, loaded.engine().cuda_graph) == ("dummy", False)
+    assert loaded.worker().first_weights == "newest"  # random weights are not served
 
 
 def test_a_block_alone_and_its_inside_alone_load_too(tmp_path: Path) -> None:

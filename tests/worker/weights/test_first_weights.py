@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.pools.late import check_equal, is_waiting, publish, publish_and_leave, publisher, serve, version_of
-from support.pools.pool import eventually, worker
+from support.pools.pool import eventually, wait_replies, worker
+from support.specimens.messages import job
 
 from rolloutmq.messages import Broker, connect
 from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.worker.engine import EngineInfo
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 from rolloutmq.worker.sglang import SGLangConfig
 from rolloutmq.worker.sglang.config import may_begin_empty
@@ -84,6 +87,40 @@ async def test_a_ledger_that_forgets_the_version_does_not_let_random_weights_ser
         await broker.redis.delete(broker.keys.weights)
         assert await serve(redis_db, 1) == {(0,)}
     assert engine.begun == [True, False]
+
+
+class Dummy(ScriptedEngine):
+    """Is configured to read no checkpoint."""
+
+    @property
+    def info(self) -> EngineInfo:
+        return replace(super().info, random=True)
+
+
+async def test_random_weights_are_not_served_however_long_no_version_comes(
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolloutmq.worker.engine_state.QUARANTINE_S", 0.05)
+    engine = Dummy()
+    async with worker(redis_db, engine=engine, first_weights="newest") as running:
+        await broker.enqueue([job()])
+        await eventually(lambda: "stale" in running.status.blocks)
+        assert "random" in running.status.why
+        engine.kill()
+        await eventually(lambda: engine.starts == 2 and "stale" in running.status.blocks)
+        async with publisher(redis_db) as trainer:
+            assert (await publish(trainer, 1)).state == "committed"
+            assert (await wait_replies(broker, 1))[0].outcome.versions == (1,)
+            assert running.status.blocks == ()
+    assert engine.starts == 2  # none for want of a version
+
+
+async def test_with_the_checkpoint_asked_for_random_weights_are_served_and_said_to_be(
+    redis_db: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with worker(redis_db, engine=Dummy()):
+        assert await serve(redis_db, 1) == {(0,)}
+    assert "random (load_format=dummy)" in caplog.text
 
 
 @pytest.mark.parametrize(
