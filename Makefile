@@ -67,7 +67,7 @@ test-whole: setup
 	.venv/bin/python -m pytest $(EVERYWHERE) -m alone --junitxml=out/tests-alone.xml $(PYTEST) $(if $(PYTEST),|| test $$? -eq 5)
 
 test-all: setup
-	$(MAKE) --no-print-directory test PROCESSES=$(PROCESSES)
+	$(MAKE) --no-print-directory test PROCESSES=4
 	$(MAKE) --no-print-directory test-trainers
 	$(MAKE) --no-print-directory test-redis7 SERVER_TESTS="$(SCRIPT_TESTS)"
 	$(MAKE) --no-print-directory test-redis62 SERVER_TESTS="$(SCRIPT_TESTS)"
