@@ -96,15 +96,15 @@ class WorkerControl:
     # --- memory and caches -----------------------------------------------------------------------------------------
 
     async def sleep(
-        self, tags: Sequence[str], level: int, timeout_s: float, *, abort_first: bool, drain_timeout: float | None
+        self, tags: Sequence[str], level: int, timeout_s: float, *, abort_first: bool, drain_timeout: float
     ) -> None:
         """Workers release the memory of these tags. () means all."""
         if level not in (1, 2):
             raise InvalidField("level", level, "1 or 2")
         positive_seconds("timeout", timeout_s)
-        if positive_seconds("drain_timeout", drain_timeout) is not None or abort_first:
-            await (self.end_calls() if abort_first else self._core.client())
-            await self._calls.idle(timeout_s if drain_timeout is None else drain_timeout)
+        positive_seconds("drain_timeout", drain_timeout)
+        await (self.end_calls() if abort_first else self._core.client())
+        await self._calls.idle(drain_timeout)
         await self.ask("sleep", {"tags": list(tags)} if tags else {}, timeout_s=timeout_s)
         self.asleep |= set(tags or MEMORY_TAGS)
 

@@ -238,14 +238,14 @@ class SkyRLEngine(Sessions, Tasks, Extras):
         tags: Any = None,
         level: int = 1,
         timeout: float = COMMAND_S,
-        abort_first: bool = False,
-        drain_timeout: float | None = None,
+        abort_first: bool = True,
+        drain_timeout: float = 5.0,
         **kwargs: Any,
     ) -> None:
-        """Workers release memory of their GPUs. Running samples continue after `wake_up`.
+        """Workers release memory of their GPUs. Other clients' samples continue after `wake_up`.
         tags: "weights", "kv_cache", "cuda_graph", or none for all. level: vLLM's 1 and 2 mean the same here.
-        timeout: seconds for the workers' answers. abort_first: `abort_generation` first, and wait for its requests.
-        drain_timeout: seconds to wait until this engine's requests have ended. Those that have not, continue later.
+        timeout: seconds for the workers' answers. abort_first: `abort_generation` first. drain_timeout: seconds to wait
+        until this engine's requests have ended. Those that have not, continue later.
         Raises InvalidField, WaitTimeout, and FeatureUnavailable for workers that cannot."""
         released = memory_tags(args, tags, kwargs)
         await self._control.sleep(released, level, timeout, abort_first=abort_first, drain_timeout=drain_timeout)

@@ -222,10 +222,10 @@ async def test_sleep_waits_for_requests_that_end(redis_db: str) -> None:
     endless = PROMPT | {"sampling_params": {"max_tokens": 100_000}}
     async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=200.0)) as running, engine(redis_db) as it:
         await joined(it)
-        for options, reason in (({"drain_timeout": 60.0}, "length"), ({"abort_first": True}, "abort")):
+        for options, reason in (({"abort_first": False, "drain_timeout": 60.0}, "length"), ({}, "abort")):
             task = asyncio.create_task(it.generate(endless))
             await eventually(lambda: running.engine._running)
-            await it.sleep(tags=["kv_cache"], timeout=10.0, drain_timeout=0.01)
+            await it.sleep(tags=["kv_cache"], timeout=10.0, abort_first=False, drain_timeout=0.01)
             assert it._calls.under_way  # it goes on after wake_up
             await it.wake_up(tags="kv_cache", timeout=10.0)
             await eventually(lambda: running.engine._running)
