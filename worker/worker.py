@@ -221,7 +221,8 @@ class Worker:
                 giving: list[Loop] = [
                     partial(memberships.run, lambda: self.vitals.beat(self._status()), self._on_beat),
                     partial(self._outbox.run, lease),
-                    partial(self._saving.run, lease),
+                    partial(self._saving.save_due, lease),
+                    partial(self._saving.save_streamed, lease),
                     self._moving.run,
                     partial(self._deadlines.run, lease),
                     *(partial(listen, on_ring) for listen, on_ring in hears),

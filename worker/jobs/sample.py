@@ -209,9 +209,8 @@ class SampleRun(JobRun[GenerateJob]):
             segments=tuple(cut_segments(segments, start=self._saved, end=end)),
             adapter_segments=lora,
             **_told(_between(legs, self._saved, end), _between(in_place, self._saved, end)),
-            **(
-                {"token_arrays": unsaved.token_arrays} if unsaved.token_arrays else {}
-            ),  # what is not there does not travel
+            # What is not there does not travel.
+            **({"token_arrays": unsaved.token_arrays} if unsaved.token_arrays else {}),
             **({"arrays": self.arrays} if self.arrays and not self._arrays_saved else {}),
             **({"text": text} if text is not None else {}),
         )

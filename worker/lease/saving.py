@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -56,36 +55,53 @@ class Saving:
                 self._streamed.append(sample)
         self._some.set()
 
-    async def run(self, lease: Lease) -> None:
-        """Save until cancelled. If Redis does not answer, the next round tries again, with what came until then."""
+    async def save_due(self, lease: Lease) -> None:
+        """Save what is not streamed until cancelled. If Redis does not answer, the next round tries again."""
         while True:
+            await asyncio.sleep(min(1.0, self._every_s / 4))
+            while batch := next(batches(self._due(), _bytes), None):  # one at a time: pieces can be large
+                try:
+                    await save(lease, batch, self._held)
+                except (RedisError, OSError) as error:
+                    log.warning("checkpoints could not be saved: %s", error)
+                    break
+
+    async def save_streamed(self, lease: Lease) -> None:
+        """Save what is streamed until cancelled. Pieces grow while Redis does not answer."""
+        while True:
+            await self._some.wait()
             began = time.monotonic()
             self._streamed = [one for one in self._streamed if one.finish_reason is None and not one.dropped]
+            if not self._streamed:
+                self._some.clear()
+                continue
             try:
-                for batch in list(batches(self._due(), _bytes)):
+                for batch in list(batches(self._new(), _bytes)):
                     await save(lease, batch, self._held)
             except (RedisError, OSError) as error:
-                log.warning("what unfinished samples have could not be saved: %s", error)
-            if self._streamed:
-                spent = time.monotonic() - began
-                await asyncio.sleep(min(1.0, max(EVERY_S - spent, 2 * spent)))  # a third of this thread's time at most
-                continue
-            self._some.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(1.0, self._every_s / 4)):
-                    await self._some.wait()
+                log.warning("what is streamed could not be saved: %s", error)
+            spent = time.monotonic() - began
+            await asyncio.sleep(min(1.0, max(EVERY_S - spent, 2 * spent)))  # a third of this thread's time at most
 
     def _due(self) -> Iterator[tuple[SampleRun, Piece]]:
-        """The next pieces: of streamed samples whatever is new."""
+        before = time.monotonic() - self._every_s
+        for sample in (one for job in self._held for one in job.samples.values() if isinstance(one, SampleRun)):
+            if (
+                sample.stream is not None
+                or sample.saved_at > before
+                or sample.finish_reason is not None
+                or sample.dropped
+            ):
+                continue
+            if (piece := sample.unsaved(self._progress)) is not None:
+                yield sample, piece
+
+    def _new(self) -> Iterator[tuple[SampleRun, Piece]]:
         anew = 0
         for sample in self._streamed:
             if sample.pieces >= MOST_PIECES and anew < ANEW:
                 anew += 1
                 sample.save_anew()
-        before = time.monotonic() - self._every_s
-        held = (one for job in self._held for one in job.samples.values() if isinstance(one, SampleRun))
-        rest = (one for one in held if one.stream is None and one.finish_reason is None and not one.dropped)
-        for sample in (*self._streamed, *(one for one in rest if one.saved_at <= before)):
             if (piece := sample.unsaved(self._progress)) is not None:
                 yield sample, piece
 
