@@ -59,12 +59,11 @@ def _listed(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return (rows, vocabulary) bool: the tokens in each row's `token_ids`."""
 
     def one(row: int) -> torch.Tensor:
-        mask = torch.zeros(logits.shape[1], dtype=torch.bool)
-        mask[list(rows.params[row]["token_ids"])] = True
-        return mask.to(logits.device)
+        mask = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+        return mask.index_fill_(0, rows.tensor(list(rows.params[row]["token_ids"]), torch.int64), True)
 
     return torch.stack([rows.keep(row, partial(one, row)) for row in range(len(rows))])
 
 
 def _least(rows: Rows) -> torch.Tensor:
-    return torch.tensor([params["min_new_tokens"] for params in rows.params], device=rows.generated.device)
+    return rows.tensor([params["min_new_tokens"] for params in rows.params])
