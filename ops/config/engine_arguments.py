@@ -114,6 +114,23 @@ def off(why: str, *switches: str) -> Rule:
     return Rule(read)
 
 
+def count(setting: str, why: str = "", more: int = 0, least: int = 1) -> Rule:
+    """A count, which becomes the setting with so many more. least: 0 where that stands for no limit."""
+
+    def read(value: Any) -> Told:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"a whole number, at least {least}")
+        return {setting: value + more} if value else {}
+
+    return Rule(read, why)
+
+
+def positive(values: Mapping[str, Any], key: str) -> int | None:
+    """The count at a key of a block, for rules that depend on several keys; None for anything else."""
+    value = values.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
 EPISODES = Rule(why="how episodes are played and trained on is the trainer's")
 PROMPTS = Rule(why="how long prompts get is the trainer's; the engine's limit is engine.context_length")
 CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
