@@ -95,7 +95,7 @@ class GenerateJob(Submitted):
     hidden_states: return those of the last generated token, or of all tokens. routed_experts: return each token's.
     logit_processors: applied in order. docs/logits.md lists those that every worker has.
     seed: sample i gets a seed of its own, derived from this and i. A deterministic engine then repeats its tokens.
-    media: images, videos and audio of the prompt, in the order of their places in it.
+    media: images, videos and audio of the prompt, in the order of their places in it, those in context_ids first.
     tools: the chat template of a prompt of messages shows them to the model. RolloutResult.tool_calls has the calls.
     tool_parser: the syntax of those calls: "json", "xml", "function", or the name of a parser of SGLang.
     trace_id: comes back with every result. As a W3C traceparent it says to which trace the job's spans belong.
@@ -153,7 +153,7 @@ class GenerateJob(Submitted):
         if self.text == "":
             raise ValueError("text: at least one character is required")
         if self.media or self.messages is not None:
-            check_media(self.media, self.messages)
+            check_media(self.media, self.messages, before=self.context_ids is not None)
         if self.min_adapter_version and self.lora is None:
             raise ValueError(f"min_adapter_version={self.min_adapter_version}: only together with lora")
         prompt = 0 if self.token_ids is None else self.token_ids.size

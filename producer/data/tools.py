@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from ...messages.arguments import whole_number
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.model import MAX_TEXT, ChatMessage, Tool, ToolCall
+from ...messages.model import MAX_TEXT, ChatMessage, Medium, Tool, ToolCall
 from .either import call_either, told
 from .mcp_server import McpServer
 from .tool_class import ToolAnswer, ToolClass
@@ -27,7 +27,7 @@ class ToolOutcome:
     """The outcome of one call. content: the tool's answer, or the error as text for the model. seconds: duration.
 
     reward, state_reward, metrics: of a tool class in VERL's form, what its `execute` and `calc_reward` returned; else
-    None, None and {}.
+    None, None and {}. media: what the answer shows the model beside its text.
     """
 
     call: ToolCall
@@ -37,15 +37,20 @@ class ToolOutcome:
     reward: float | None = None
     state_reward: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    media: tuple[Medium, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether the tool ran and answered."""
         return self.error is None
 
-    def as_message(self) -> ChatMessage:
-        """The message of the next prompt that answers the call."""
-        return ChatMessage(role="tool", content=self.content, tool_call_id=self.call.id, name=self.call.name)
+    def as_message(self) -> ChatMessage | dict[str, Any]:
+        """The message of the next prompt that answers the call; with media, in OpenAI's form, media before text."""
+        about = {"role": "tool", "tool_call_id": self.call.id, "name": self.call.name}
+        if not self.media:
+            return ChatMessage(content=self.content, **about)
+        text = [{"type": "text", "text": self.content}] if self.content else []
+        return {**about, "content": [*({"type": one.kind, one.kind: one} for one in self.media), *text]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,7 @@ async def _run(
         error = f"{call.name}: {told(raised)}"
     else:
         seconds = time.monotonic() - began
-        return ToolOutcome(call, text, None, seconds, said.reward, said.state_reward, said.metrics)
+        return ToolOutcome(call, text, None, seconds, said.reward, said.state_reward, said.metrics, said.media)
     return ToolOutcome(call, f"Error: {error}", error, time.monotonic() - began)
 
 

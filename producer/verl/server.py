@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...messages.dialects import job_fields
 from ...messages.errors import FeatureUnavailable, InvalidField, JobFailed
+from ...messages.model import MediaKind, Medium
 from ..client import RolloutClient
+from ..data import medium
 from .settings import PoolSettings
 
 BOTH = ("max_new_tokens", "max_tokens")
@@ -47,14 +50,15 @@ class PoolServer:
         self._steps: dict[int, int | None] = {}
         self._workers: OrderedDict[str, str] = OrderedDict()
 
-    async def generate(
+    async def generate(  # noqa: PLR0917 – verl's own order
         self,
         prompt_ids: Sequence[int],
         sampling_params: Mapping[str, Any],
         request_id: str,
-        image_data: Any = None,
-        video_data: Any = None,
-        **media: Any,
+        image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
+        audio_data: Sequence[Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the fields of verl's TokenOutput for one sample.
 
@@ -62,12 +66,18 @@ class PoolServer:
         "stop", "length" or "abort". extra_fields: `global_steps` and `max_global_steps` of the weights that sampled the
         last token, `min_global_steps` of those that sampled the first one, `num_cached_tokens` of the prompt.
 
-        Raises InvalidField for a parameter that cannot be honoured, FeatureUnavailable for pictures, video and sound,
-        and JobFailed if the pool gave the request up.
+        prompt_ids: a medium's place in them may be one token, or as many as the model's processor makes of it.
+        image_data, video_data, audio_data: all of the prompt, in order, as `rolloutmq.producer.data.medium` takes them.
+            Of a video's frames and audio's samples nothing is lost.
+        mm_processor_kwargs: `sampling_rate` of audio_data, in Hz.
+
+        Raises InvalidField for a parameter or a medium that cannot be honoured, FeatureUnavailable for other arguments
+        of a processor, and JobFailed if the pool gave the request up.
         """
-        for name, value in {"image_data": image_data, "video_data": video_data, **media}.items():
-            if value is not None and len(value):
-                raise FeatureUnavailable(name, type(value).__name__, "None: only text goes through verl's rollout")
+        media: tuple[Medium, ...] = ()
+        if image_data or video_data or audio_data:
+            given: dict[MediaKind, Any] = {"image": image_data, "video": video_data, "audio": audio_data}
+            media = await asyncio.to_thread(_media, given, dict(mm_processor_kwargs or {}))
         prompt, params = [int(token) for token in prompt_ids], dict(sampling_params)
         room = self._room(len(prompt), [params.pop(name, None) for name in BOTH])
         if room == 0:
@@ -82,7 +92,7 @@ class PoolServer:
         fields = job_fields({**params, "max_new_tokens": room}, "verl")
         (group,) = await self._open().generate(
             [prompt],
-            **fields,
+            **fields | ({"media": media} if media else {}),
             max_staleness=self._settings.max_staleness,
             trace_id=request_id[:64],
             prefer_worker=self._workers.get(request_id),
@@ -134,3 +144,16 @@ class PoolServer:
         if self._client is None:  # on the loop that runs the requests
             self._client = RolloutClient(self._settings.redis_url, self._settings.pool)
         return self._client
+
+
+def _media(given: Mapping[MediaKind, Sequence[Any] | None], arguments: dict[str, Any]) -> tuple[Medium, ...]:
+    """A job's media of verl's. arguments: of the model's processor."""
+    rate = arguments.pop("sampling_rate", None)
+    for name, value in arguments.items():
+        why = "absent beside media: workers use the model's own preprocessor_config.json"
+        raise FeatureUnavailable(f"mm_processor_kwargs.{name}", value, why)
+    return tuple(
+        medium(kind, (one, rate) if kind == "audio" and rate and hasattr(one, "shape") else one)
+        for kind, several in given.items()
+        for one in several or ()
+    )
