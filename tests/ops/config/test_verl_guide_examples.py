@@ -8,12 +8,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.pools.pool import worker
 from support.specimens.guide_examples import Example, check, written
 
-from rolloutmq import GenerateJob
+from rolloutmq import GenerateJob, RolloutClient, RolloutResult, Staleness
 from rolloutmq.messages.model import ToolCall
 from rolloutmq.ops.config import load_settings
 from rolloutmq.producer.data import run_tool_calls
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 VERL = {
     "minimal": Example(
@@ -200,3 +202,45 @@ async def test_the_guides_tools_are_loaded_and_run(tmp_path: Path, monkeypatch: 
     call = ToolCall(id="1", name="calculate_answer", arguments={"answer": "4"})
     (outcome,) = await run_tool_calls([call], registry)
     assert (outcome.content, outcome.state_reward) == ("Current parsed answer: 4", 1.0)
+
+
+ROLLOUT = """
+rollout:
+  response_length: 4
+  n: 1
+  over_sample_rate: 0.25
+  multi_turn: {enable: true, max_assistant_turns: 2}
+"""
+
+
+class Endless:
+    """Always goes on."""
+
+    def reset(self) -> list[int]:
+        return [7]
+
+    def step(self, answer: RolloutResult) -> tuple[list[int], float, bool, dict[str, Any]]:
+        return [8], 0.0, False, {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+async def test_a_program_trains_and_plays_by_verls_file(redis_db: str, tmp_path: Path) -> None:
+    """Three of four prompts make a batch, and an episode has two turns: as the file says, over a pool."""
+    (tmp_path / "verl.yaml").write_text(ROLLOUT)
+    settings = load_settings(tmp_path / "verl.yaml", environment={})
+    jobs = [GenerateJob.build(token_ids=[7, place], **settings.job()) for place in range(4)]
+    slow = jobs[1].sampling.model_copy(update={"max_new_tokens": 400_000})
+    jobs[1] = jobs[1].model_copy(update={"sampling": slow})
+    engine = ScriptedEngine(tokens_per_s=2_000.0)
+    async with worker(redis_db, engine=engine, max_running=8), RolloutClient(redis_db) as client:
+        feed = client.feed(Staleness(eta=0, batch_size=4), settings.group_rules())
+        (batch,) = [batch async for batch in feed.batches(jobs, timeout=60)]
+        assert [group.number for group in batch] == [0, 2, 3]
+        feed.train(batch)
+        assert feed.report()["dropped"] == {"surplus": 1}
+        sampling = settings.job()["sampling"]
+        limits = settings.episode_limits()
+        played = [it async for it in client.episodes([0], lambda _: Endless(), limits=limits, sampling=sampling)]
+    assert [(len(it.turns), it.stop) for it in played] == [(2, "turns")]
