@@ -30,10 +30,10 @@ def engine(name: str, why: str = "") -> Rule:
 
 def when(wanted: bool, told: Told) -> Rule:
     """A switch that sets something in one of its positions only."""
-    return Rule(lambda value: dict(told) if _switch(value) is wanted else {})
+    return Rule(lambda value: dict(told) if switch(value) is wanted else {})
 
 
-def _switch(value: Any, allowed: str = "true or false") -> bool:
+def switch(value: Any, allowed: str = "true or false") -> bool:
     if not isinstance(value, bool):
         raise ValueError(allowed)
     return value
@@ -49,7 +49,7 @@ def dtype(value: Any) -> Told:
 def eager(value: Any) -> Told:
     """Read eager mode: True turns CUDA graphs off."""
     off = {"engine.cuda_graph": False, "engine.prefill_cuda_graph": False}
-    return off if _switch(value) else {"engine.cuda_graph": True}
+    return off if switch(value) else {"engine.cuda_graph": True}
 
 
 def max_running(value: Any) -> Told:
@@ -77,7 +77,7 @@ def _one(reason: str) -> Rule:
 
 
 def _not(setting: str) -> Rule:
-    return Rule(lambda value: {setting: not _switch(value)})
+    return Rule(lambda value: {setting: not switch(value)})
 
 
 def _experts(value: Any) -> Told:
@@ -99,7 +99,7 @@ def _model(value: Any) -> Told:
 
 
 def _memory_saver(value: Any) -> Told:
-    on = _switch(value, "true or false; engine.memory_saver can be backup, too")
+    on = switch(value, "true or false; engine.memory_saver can be backup, too")
     return {"engine.memory_saver": "on" if on else "off"}
 
 

@@ -8,7 +8,7 @@ group.* (GroupRules), episodes.* (EpisodeLimits), tools.* (a file of tools, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -151,18 +151,15 @@ class Settings:
 
     def tools(self) -> ToolRegistry:
         """The tools of the file at tools.path, or none; see `ToolRegistry.load`. Raises InvalidField, ConfigError."""
-        limits, path = self._tool_limits(), self.said.get("tools.path")
+        limits, path = self._made(ToolLimits, "tools"), self.said.get("tools.path")
         if path is None or path.value is None:
             return ToolRegistry(limits=limits)
         return ToolRegistry.load(path.value, limits)
 
-    def _tool_limits(self) -> ToolLimits:
-        return self._made(ToolLimits, "tools", {}, without={"path"})
-
-    def _made(self, made: type[Made], section: str, code: Mapping[str, Any], without: Set[str] = frozenset()) -> Made:
+    def _made(self, made: type[Made], section: str, code: Mapping[str, Any] | None = None) -> Made:
         checked = self._model(MODELS[section], section, self._section(section))
         try:
-            return made(**checked.model_dump(exclude_unset=True, exclude={*without}) | code)
+            return made(**{**checked.model_dump(exclude_unset=True, exclude={"path"}), **(code or {})})
         except InvalidField as error:
             raise self._with_source(error, section) from None
 
@@ -177,7 +174,7 @@ class Settings:
             "publisher": lambda: left._model(SyncSettings, "publisher", left._section("publisher")),
             "group": left.group_rules,
             "episodes": left.episode_limits,
-            "tools": left._tool_limits,
+            "tools": lambda: left._made(ToolLimits, "tools"),
         }
         for section, build in builds.items():
             while (problem := left._problem(section, build)) is not None:

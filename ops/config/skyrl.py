@@ -15,7 +15,7 @@ from typing import Any
 
 from ...messages.dialects import Rule
 from . import engine_arguments as engine
-from .engine_arguments import SGLANG, VLLM, VLLM_OTHER, Told, positive
+from .engine_arguments import SGLANG, VLLM, VLLM_OTHER, Told, positive, switch
 from .translate import Arguments, Sampling, Table
 
 log = logging.getLogger(__name__)
@@ -28,9 +28,7 @@ _TRAINED_ON = Rule(why="what is trained on is the trainer's; a result's finish_r
 
 def _endpoint(value: Any) -> Told:
     """Nothing is set. A whole file is not refused for what its jobs do without, but it is told at every load."""
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    if value:
+    if switch(value):
         log.warning("enable_http_endpoint=true is not served here: %s", _NO_HTTP)
     return {}
 

@@ -54,10 +54,14 @@ def _lengths(block: Mapping[str, Any]) -> Rule:
     arguments = block.get("engine_kwargs")
     own = arguments.get("sglang") if isinstance(arguments, Mapping) else None
     given = block.get("max_model_len") is not None or (isinstance(own, Mapping) and "context_length" in own)
-    told = {} if given else {"engine.context_length": prompt + answer}
+    # Where verl composed the file its servers read null as the model's own context, and so do engines here.
+    told = {} if given or "_target_" in block else {"engine.context_length": prompt + answer}
     if _turns(block) is not None:
         told["episodes.tokens"] = prompt + answer
-    return Rule(lambda _: told, "the longest prompt and answer" if told else "max_model_len is what an engine takes")
+    return Rule(
+        lambda _: told,
+        "the longest prompt and answer" if told else "an engine takes max_model_len, or all the model can",
+    )
 
 
 def _turns(block: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -71,22 +75,18 @@ def _multi_turn(block: Mapping[str, Any]) -> Table:
     if given is None:
         return dict.fromkeys(MULTI_TURN, Rule(why="one turn only: multi_turn.enable is not true"))
     answers, users = positive(given, "max_assistant_turns"), positive(given, "max_user_turns")
-    enable = Rule(why="the keys below say what is allowed")
-    if answers is None and users is None and (most := positive(block, "response_length")):
-        enable = Rule(
-            lambda _: {"episodes.turns": most}, "turns without a limit, but for response_length: one token each"
-        )
-    first = "users" if users is not None and (answers is None or users + 1 < answers) else "answers"
-    turns = {
-        "answers": engine.count("episodes.turns", least=0),
-        "users": engine.count("episodes.turns", "an answer to the prompt, and one to each", more=1, least=0),
-    }
+    users_first = users is not None and (answers is None or users + 1 < answers)
     sooner = Rule(why="the other limit of turns comes first")
+    enable = Rule(why="the keys below say what is allowed")
+    if answers is users is None and (most := positive(block, "response_length")):
+        enable = Rule(lambda _: {"episodes.turns": most}, "no limit but response_length, of a token for each turn")
     return {
         "_target_": _TARGET,
         "enable": enable,
-        "max_assistant_turns": turns["answers"] if first == "answers" or answers is None else sooner,
-        "max_user_turns": turns["users"] if first == "users" or users is None else sooner,
+        "max_assistant_turns": sooner if answers and users_first else engine.count("episodes.turns", least=0),
+        "max_user_turns": sooner
+        if users and not users_first
+        else engine.count("episodes.turns", "an answer to the prompt, and one to each", more=1, least=0),
         "max_parallel_calls": engine.count("tools.max_parallel_calls"),
         "max_tool_response_length": engine.count("tools.max_response_length", "characters"),
         "tool_response_truncate_side": Rule(lambda value: {"tools.truncate_side": value}),

@@ -32,9 +32,8 @@ there, unusable = torch.cuda.is_available(), None
 nccl = torch.cuda.nccl.version() if there else None
 try:
     if there:
-        from torch.cuda import jiterator
-        twice = jiterator._create_jit_fn("template <typename T> T twice(T x) { return x + x; }")
-        twice(torch.ones(1, device="cuda"))
+        kernel = "template <typename T> T twice(T x) { return x + x; }"
+        torch.cuda.jiterator._create_jit_fn(kernel)(torch.ones(1, device="cuda"))
 except Exception as error:
     unusable = str(error) or repr(error)
 nccl = ".".join(map(str, nccl)) if nccl else None

@@ -153,6 +153,14 @@ def test_without_multi_turn_nothing_of_it_counts(tmp_path: Path) -> None:
         assert fates["rollout.multi_turn.max_assistant_turns"] == "one turn only: multi_turn.enable is not true"
 
 
+def test_where_verl_composed_the_file_null_is_the_models_own_context(tmp_path: Path) -> None:
+    """verl's servers read it so, and its agent loops send prompts of full length that want full answers."""
+    block = {"_target_": "verl.workers.config.RolloutConfig", "prompt_length": 700, "response_length": 900}
+    found = rollout(tmp_path, **block, max_model_len=None, multi_turn=CONVERSATIONS)
+    assert "engine.context_length" not in said(found)
+    assert said(found)["episodes.tokens"] == 1600
+
+
 @pytest.mark.parametrize(
     ("keys", "context"),
     [

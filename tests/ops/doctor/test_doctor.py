@@ -301,7 +301,7 @@ def test_torch_on_a_gpu_host(prints: str, levels: list[str], says: str, monkeypa
 
 
 FAKE_TORCH = """
-import os, sys, types
+import os, types
 class version: cuda = "12.8"
 class nccl: version = staticmethod(lambda: (2, 27, 3))
 jiterator = types.ModuleType("torch.cuda.jiterator")
@@ -314,7 +314,6 @@ def _create_jit_fn(code):
 jiterator._create_jit_fn = _create_jit_fn
 cuda = types.ModuleType("torch.cuda")
 cuda.is_available, cuda.nccl, cuda.jiterator = lambda: True, nccl, jiterator
-sys.modules.update({"torch.cuda": cuda, "torch.cuda.jiterator": jiterator})
 def ones(*_, device):
     return device
 """
