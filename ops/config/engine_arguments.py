@@ -191,6 +191,7 @@ SGLANG: Mapping[str, Rule] = {
     "disable_prefill_cuda_graph": _not("engine.prefill_cuda_graph"),
     "disable_overlap_schedule": _not("engine.overlap_schedule"),
     "enable_lora": LORA_SWITCH,
+    "enable_eplb": Rule(why="experts stay where they are, so that new weights find them: the samples are the same"),
     **dict.fromkeys(("host", "port"), Rule(why="the engine has no port")),
 }
 """SGLang's own arguments that have a setting of this package, or none. All others are passed on."""

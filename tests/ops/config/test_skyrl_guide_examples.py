@@ -10,7 +10,6 @@ from support.specimens.guide_examples import Example, check, written
 from rolloutmq.ops.config import explain
 
 PP = "every pipeline stage has each of them again"
-EPLB = "experts that move while the engine serves"
 SKYRL = {
     "quick start": Example('generator:\n  backend: "sglang"\n'),
     "minimal command": Example("generator.backend=sglang generator.run_engines_locally=true"),
@@ -109,9 +108,7 @@ generator:
             "engine.extra.lora_backend": "csgmv",
             "engine.extra.moe_a2a_backend": "deepep",
             "engine.extra.moe_runner_backend": "auto",
-            "engine.extra.enable_eplb": True,
         },
-        {"generator.engine_init_kwargs.enable_eplb": EPLB},
         beside="generator.backend=sglang",
     ),
     "hybrid engine": Example(
@@ -206,9 +203,7 @@ generator:
             "engine.ep_size": 4,
             "engine.extra.moe_a2a_backend": "deepep",
             "engine.extra.moe_runner_backend": "auto",
-            "engine.extra.enable_eplb": True,
         },
-        {"generator.engine_init_kwargs.enable_eplb": EPLB},
     ),
     "Megatron": Example("trainer: {strategy: megatron}\ngenerator: {backend: sglang, weight_sync_backend: nccl}\n"),
 }
