@@ -135,7 +135,7 @@ def joined(specs: Sequence[TensorSpec], folder: Path) -> Iterator[tuple[str, tor
 
     found: dict[str, dict[str, Any]] = {}  # what several ranks hold has one key
     for file in sorted(folder.iterdir()):
-        opened = safe_open(file, framework="pt")
+        opened: Any = safe_open(file, framework="pt")
         for key in opened.keys():  # noqa: SIM118 – it is no mapping
             found.setdefault(json.loads(key)[0], {})[key] = opened
     for spec in specs:
