@@ -12,6 +12,9 @@ from ...messages.model import JournalParams, StartProfileParams, StopProfilePara
 from ...messages.remote import open_url, without_secrets
 from .parts import WorkerParts
 
+BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss"})
+"""Schemes of URLs that begin with a bucket or container."""
+
 
 async def start_profile(on: WorkerParts, params: StartProfileParams, deadline: float) -> Mapping[str, Any]:
     return await on.engine.operate("start_profile", params.model_dump(exclude_none=True))
@@ -54,7 +57,8 @@ def destination(url: str) -> tuple[Any, str]:
     A bucket is never made: who mistypes one would not find the files.
     """
     filesystem, root = open_url(url, "upload to")
-    if bucket := root.partition("/")[0]:  # empty where folders begin at a root
+    if url.partition("://")[0] in BUCKETS:
+        bucket = root.partition("/")[0]
         try:
             filesystem.info(bucket)
         except Exception as error:  # each filesystem has errors of its own
