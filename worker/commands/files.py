@@ -7,13 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...messages.errors import ConfigError, RolloutMQError
+from ...messages.errors import RolloutMQError
 from ...messages.model import JournalParams, StartProfileParams, StopProfileParams
-from ...messages.remote import open_url, without_secrets
+from ...messages.remote import destination, without_secrets
 from .parts import WorkerParts
-
-BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss"})
-"""Schemes of URLs that begin with a bucket or container."""
 
 
 async def start_profile(on: WorkerParts, params: StartProfileParams, deadline: float) -> Mapping[str, Any]:
@@ -49,21 +46,6 @@ def _fetch(folder: Path, names: list[str], most: int) -> dict[str, bytes]:
 
 class UploadFailed(RolloutMQError):
     """The files are on the worker's disk, but some or all of them were not copied."""
-
-
-def destination(url: str) -> tuple[Any, str]:
-    """The filesystem for a URL, and the folder in it. Blocks. Raises ConfigError, also if a store has no such bucket.
-
-    A bucket is never made: who mistypes one would not find the files.
-    """
-    filesystem, root = open_url(url, "upload to")
-    if url.partition("://")[0] in BUCKETS:
-        bucket = root.partition("/")[0]
-        try:
-            filesystem.info(bucket)
-        except Exception as error:  # each filesystem has errors of its own
-            raise ConfigError(f"upload to {without_secrets(url)}: {bucket}: {type(error).__name__}: {error}") from error
-    return filesystem, root.rstrip("/")
 
 
 def upload(path: Path, url: str) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from ...messages.errors import EngineError, InvalidField, RequestRefused
 from ...messages.model import AuditParams, LoadParams, SaveParams, SetVersionParams
+from ...messages.remote import destination
 from ..weights import folder_order
-from .files import destination, upload
+from .files import upload
 from .parts import WorkerParts
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,10 @@ from support.peers.publishing import WEIGHTS, publish, publisher
 from support.pools.pool import worker
 from support.s3 import BUCKET, Store, s3_server
 
-from rolloutmq.messages.errors import InvalidField
+from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.messages.model import check_params
 from rolloutmq.producer.control import PoolControl
+from rolloutmq.sync.disk.export import export_version
 from rolloutmq.sync.disk.store import SnapshotStore
 
 URL = f"s3://{BUCKET}/runs/one"
@@ -61,6 +62,10 @@ async def test_a_version_goes_there_and_comes_back_bit_by_bit(
         store.files().get(saved["uploaded"], str(back), recursive=True)
         with SnapshotStore(back.parent).load(1) as version:
             version.verify()
+            assert not export_version(version, URL)  # it is there
+            assert export_version(version, f"s3://{BUCKET}/copies")
+            with pytest.raises(ConfigError, match="weihgts: FileNotFoundError"):
+                export_version(version, "s3://weihgts/copies")
         (await control.load(str(back), 5)).check()
         assert {name: tensor.tolist() for name, tensor in running.engine.weights.items()} == {
             name: tensor.tolist() for name, tensor in WEIGHTS.items()
