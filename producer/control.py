@@ -255,11 +255,19 @@ class PoolControl:
         *,
         format: Literal["safetensors", "sharded"] = "safetensors",
         upload: str = "",
+        pattern: str | None = None,
+        max_size: int | None = None,
         worker_id: str = "",
         timeout: float = 3600.0,
     ) -> Answers:
-        """Save the served version in a folder on the worker's host, and copy it to a URL; usually of one worker."""
-        params = {"path": path, "format": format} | ({"upload": upload} if upload else {})
+        """Save the served version in a folder on the worker's host, and copy it to a URL; usually of one worker.
+
+        pattern: names of sharded files, with {rank} and {part}. max_size: most bytes in a file. None: SGLang's own.
+        """
+        params: dict[str, Any] = {"path": path, "format": format}
+        params |= {"upload": upload} if upload else {}
+        params |= {"pattern": pattern} if pattern is not None else {}
+        params |= {"max_size": max_size} if max_size is not None else {}
         return await self.send("save", params, worker_id=worker_id, timeout=timeout)
 
     async def load(

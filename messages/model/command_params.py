@@ -5,6 +5,7 @@ Each class is also a command of `rolloutmq control`, or a word of one: docstring
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -27,8 +28,20 @@ def _absolute(path: str) -> str:
     return path
 
 
+def _file_names(pattern: str) -> str:
+    around = re.fullmatch(
+        r"(\w[\w.-]*)?\{(rank|part)\}[\w.-]*[A-Za-z_.-][\w.-]*\{(rank|part)\}[\w.-]*\.safetensors", pattern
+    )
+    if around is None or around[2] == around[3]:
+        raise PydanticCustomError(
+            "pattern", "a file name with {rank} and {part}, apart from each other, that ends in .safetensors"
+        )
+    return pattern
+
+
 Folder = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_absolute)]
 """An absolute path on the worker's host."""
+FileNames = Annotated[str, Field(max_length=200), AfterValidator(_file_names)]
 Url = Annotated[str, Field(max_length=4096, pattern=r"^([a-z][a-z0-9+.-]*://.*)?$")]
 
 _UPLOAD = "URL to copy the files to: file://, s3://, gs://, … (fsspec)."
@@ -114,6 +127,19 @@ class SaveParams(Params):
         description="safetensors, in the trainer's names with digests; or sharded, SGLang's own, a part for each rank.",
     )
     upload: Url = Field(default="", description=_UPLOAD)
+    pattern: FileNames | None = Field(
+        default=None, description="Names of sharded files; default: model-rank-{rank}-part-{part}.safetensors."
+    )
+    max_size: Int | None = Field(
+        default=None, ge=1 << 16, description="Most bytes in a file, 65536 or more; default: 5 GiB."
+    )
+
+    @field_validator("pattern")
+    @classmethod
+    def _of_sharded(cls, pattern: str | None, info: ValidationInfo) -> str | None:
+        if pattern is not None and info.data.get("format") != "sharded":
+            raise PydanticCustomError("pattern", "no pattern, or format 'sharded'")
+        return pattern
 
 
 class LoadParams(Params):

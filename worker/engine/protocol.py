@@ -272,8 +272,9 @@ class Engine(Protocol):
         "sleep", "wake": {tags}: see worker/sleep_states.py. No request may run, except for a sleep without tags, which
             only says whether the engine can sleep. Wake returns {intact} if weights wake.
         "audit": {version, names} compares the parameters; see docs/control.md.
-        "export": {path, version} writes them as a version of a SnapshotStore, "save_sharded": {path, version} in the
-            engine's own format. The caller sees to it that no version is loaded meanwhile. Requests may run.
+        "export": {path, version, max_size} writes them as a version of a SnapshotStore, "save_sharded": {path, version,
+            pattern, max_size} in the engine's own format. None stands for the engine's own file names and sizes. The
+            caller sees to it that no version is loaded meanwhile. Requests may run.
         "check_sharded", "load_sharded": {path} reads that format. For the latter no request may run, and an error of it
             leaves weights that are no version.
         "start_profile": {folder, activities, steps}, "stop_profile": {}.

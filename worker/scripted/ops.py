@@ -182,11 +182,13 @@ class ScriptedOps:
         }
 
     def _export(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        from ...sync.disk import SnapshotStore  # noqa: PLC0415
+        from ...sync.disk import FILE_BYTES, SnapshotStore  # noqa: PLC0415
         from ...sync.packing import PackedWeights  # noqa: PLC0415
 
         if not self._engine.weights:
             raise EngineError("the scripted engine has received no weights")
         snapshot = PackedWeights(int(params["version"]), dict(self._engine.weights), keep="host").snapshot()
-        path = SnapshotStore(params["path"], keep=KEEP_ALL).save(snapshot)
+        path = SnapshotStore(params["path"], keep=KEEP_ALL, file_bytes=params.get("max_size") or FILE_BYTES).save(
+            snapshot
+        )
         return {"path": str(path), "tensors": len(snapshot.manifest.tensors), "nbytes": snapshot.manifest.nbytes}

@@ -7,6 +7,8 @@ to the scheduler processes (`inside/operations.py`).
 from __future__ import annotations
 
 import asyncio
+import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -177,12 +179,15 @@ async def _audit(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> di
 
 
 async def _export(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
-    if run.config.tp_size > 1:
-        raise RequestRefused(
-            "save format='safetensors': a tensor-parallel engine holds no tensor whole; save it as 'sharded', or have "
-            "the trainer's publisher write snapshots"
-        )
-    return (await _every_rank(run, "export", **params))[0]
+    if run.config.tp_size == 1:
+        return (await _every_rank(run, "export", **params))[0]
+    # No rank holds a tensor whole. Each writes its pieces into a folder, and the first one joins them.
+    joined = str(Path(params["path"]) / f".joining-{secrets.token_hex(8)}")
+    try:
+        await _every_rank(run, "pieces", version=params["version"], joined=joined)
+        return await run.channel.operate(0, "export", **params, joined=joined)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, joined, True)
 
 
 async def _sharded(run: SGLangRun, operation: str, params: dict[str, Any]) -> dict[str, Any]:

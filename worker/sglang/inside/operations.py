@@ -9,26 +9,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ....messages.errors import DigestMismatch, EngineError, InvalidField, RolloutMQError, WeightSyncError
 from ....messages.model import TensorSpec
-from ....sync.disk import SnapshotStore
+from ....sync.disk import FILE_BYTES, SnapshotStore, disk_errors
 from ....sync.disk.checkpoint import checkpoint_shapes
 from ....sync.packing import PackedWeights
 from ....sync.plan import CopyPlan
 from ....sync.receive import Receiver, held_tensors
-from ....sync.tensors import digests, dtype_name, hex_of, length_term, look, side_stream
+from ....sync.tensors import Snapshot, digests, dtype_name, hex_of, length_term, look, side_stream
 from . import sharded
 from .scheduler import current
 
 KEEP_ALL = 1 << 30
 """Number of versions to keep in an operator's folder, where nothing is removed."""
 IDLE_S = 10.0
+T = TypeVar("T")
 _asleep: dict[str, str] = {}
 """Digests of the parameters when the weights went to sleep."""
 
@@ -41,6 +42,7 @@ class Inside:
         self._operations: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "audit": self._audit,
             "export": self._export,
+            "pieces": self._pieces,
             "save_sharded": self._save_sharded,
             "check_sharded": self._check_sharded,
             "load_sharded": self._load_sharded,
@@ -146,26 +148,25 @@ class Inside:
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def _export(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Save the served version under the trainer's names, as a version of a SnapshotStore."""
-        version, began = int(question["version"]), time.monotonic()
-        with side_stream(self._receiver.device):
-            expected: dict[str, str] = {}
-            try:
-                with self._receiver.lending(version) as (manifest, plan):
-                    tensors = held_tensors(plan)
-                    expected = {spec.name: spec.digest for spec in manifest.tensors}
-                    snapshot = PackedWeights(version, tensors, keep="host").snapshot()
-            except WeightSyncError:
-                # It was not received, so it is the model as it was loaded, under its checkpoint's names.
-                tensors = self._own()
-                snapshot = PackedWeights(version, tensors, keep="host").snapshot()
+        """Save the served version under the trainer's names, as a version of a SnapshotStore.
+
+        joined: folder with the pieces of all ranks, of an engine that has more than one.
+        """
+        version, began, joined = int(question["version"]), time.monotonic(), question.get("joined")
+
+        def packed(specs: Sequence[TensorSpec], plan: CopyPlan | None) -> Snapshot:
+            tensors = sharded.joined(specs, Path(joined)) if joined else held_tensors(plan)
+            return PackedWeights(version, tensors, keep="host").snapshot()
+
+        snapshot, expected = self._of(version, packed)
         for spec in snapshot.manifest.tensors:
             if expected.get(spec.name, spec.digest) != spec.digest:
                 raise DigestMismatch(f"tensor {spec.name}: the engine holds something else than was sent")
-        base = self._model_dir if Path(self._model_dir).is_dir() else None
-        path = SnapshotStore(question["path"], keep=KEEP_ALL, base=base).save(snapshot)
+        store = SnapshotStore(
+            question["path"], keep=KEEP_ALL, base=self._base, file_bytes=question.get("max_size") or FILE_BYTES
+        )
         return {
-            "path": str(path),
+            "path": str(store.save(snapshot)),
             "tensors": len(snapshot.manifest.tensors),
             "nbytes": snapshot.manifest.nbytes,
             "digest": snapshot.manifest.fingerprint,
@@ -173,12 +174,38 @@ class Inside:
             "seconds": time.monotonic() - began,
         }
 
-    def _own(self) -> dict[str, torch.Tensor]:
-        shapes, model = checkpoint_shapes(self._model_dir), _model()
+    def _pieces(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Write this rank's pieces of the served version's tensors, for `_export`."""
+        folder = Path(question["joined"])
+
+        def written(_: Sequence[TensorSpec], plan: CopyPlan | None) -> list[str]:
+            with disk_errors("writing", folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                return sharded.write(sharded.pieces(plan), folder, self._receiver.rank)
+
+        return {"files": self._of(int(question["version"]), written)[0]}
+
+    def _of(self, version: int, use: Callable[[Sequence[TensorSpec], CopyPlan | None], T]) -> tuple[T, dict[str, str]]:
+        """Call `use` with a layout and how it was loaded; return also the trainer's digests, if the layout is its."""
+        with side_stream(self._receiver.device):
+            try:
+                with self._receiver.lending(version) as (manifest, plan):
+                    return use(manifest.tensors, plan), {spec.name: spec.digest for spec in manifest.tensors}
+            except WeightSyncError:
+                # It was not received, so it is the model as it was loaded, under its checkpoint's names.
+                specs = self._own()
+                return use(specs, CopyPlan.trace(_model(), specs)), {}
+
+    @property
+    def _base(self) -> str | None:
+        return self._model_dir if Path(self._model_dir).is_dir() else None
+
+    def _own(self) -> list[TensorSpec]:
+        shapes = checkpoint_shapes(self._model_dir)
         if not shapes:
             raise EngineError(f"{self._model_dir!r} has no safetensors files on this host, so no names to export under")
-        dtype = next(model.parameters()).dtype
-        specs = [
+        dtype = next(_model().parameters()).dtype
+        return [
             TensorSpec(
                 name=name,
                 dtype=dtype_name(dtype),
@@ -190,7 +217,6 @@ class Inside:
             )
             for name, shape in shapes.items()
         ]
-        return CopyPlan.trace(model, specs).export()
 
     def _buffers(self, question: dict[str, Any]) -> dict[str, Any]:
         """Name buffers that a checkpoint has, and that are floats."""
@@ -199,7 +225,15 @@ class Inside:
         return {"names": [name for name, one in stored.items() if name not in own and one.is_floating_point()]}
 
     def _save_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
-        return sharded.save(_model(), Path(question["path"]), self._receiver.rank, int(question["version"]))
+        return sharded.save(
+            _model(),
+            Path(question["path"]),
+            self._receiver.rank,
+            int(question["version"]),
+            base=self._base,
+            pattern=question.get("pattern") or sharded.PATTERN,
+            max_size=question.get("max_size") or FILE_BYTES,
+        )
 
     def _check_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
         with contextlib.closing(sharded.Shards(_model(), Path(question["path"]), self._receiver.rank)) as shards:
