@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from ..errors import InvalidField
 from .base import Float, Int, Name, as_invalid_field
 
-PauseMode = Literal["finish", "abort", "retract", "in_place"]
+PauseMode = Literal["finish", "interrupt", "retract", "in_place", "abort"]
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")
 ProfileActivity = Literal["CPU", "GPU", "MEM"]
@@ -66,13 +66,13 @@ def _without(about: str) -> type[NoParams]:
 class PauseParams(Params):
     """Stop generating until `resume`. Nothing new is claimed in any mode.
 
-    finish: running samples run to their end. abort: they stop and keep what they have. retract: the same, and the
+    finish: running samples run to their end. interrupt: they stop and keep what they have. retract: the same, and the
     memory of their KV and of cached prefixes goes back to the engine at once. in_place: the engine freezes with their
-    KV and takes no weights until `resume`.
+    KV and takes no weights until `resume`. abort: they end with what they have, and their clients get that.
     """
 
-    mode: PauseMode = Field(default="abort", description="finish, abort, retract or in_place.")
-    hand_back: bool = Field(default=False, description=f"{_HAND_BACK} Not with finish and in_place.")
+    mode: PauseMode = Field(default="interrupt", description="finish, interrupt, retract, in_place or abort.")
+    hand_back: bool = Field(default=False, description=f"{_HAND_BACK} With interrupt and retract.")
 
 
 class AbortParams(Params):
@@ -116,6 +116,19 @@ class AuditParams(Params):
     """Compare every bit of the engines' weights with the trainer's digests. Exit code 1 for any finding."""
 
     names: Int = Field(default=20, ge=1, le=10_000, description="At most so many tensors are named for each finding.")
+    only: tuple[str, ...] = Field(
+        default=(), max_length=10_000, description="Look at this parameter alone, by the engine's name; repeatable."
+    )
+
+
+class ParameterParams(Params):
+    """Show the first values of a parameter of the engines' weights."""
+
+    name: str = Field(min_length=1, max_length=512, description="As the engine calls it, or as the trainer sent it.")
+    truncate_size: Int = Field(
+        default=100, ge=1, le=1 << 17, description="So many entries of its first dimension; 1,048,576 values at most."
+    )
+    rank: Int = Field(default=0, ge=0, description="Tensor-parallel rank whose part of the parameter it is.")
 
 
 class SaveParams(Params):
@@ -224,6 +237,7 @@ ACTIONS: dict[str, type[Params]] = {
     "clear_storage": _without("Empty the storage of a hierarchical cache."),
     "set_version": SetVersionParams,
     "audit": AuditParams,
+    "parameter": ParameterParams,
     "save": SaveParams,
     "load": LoadParams,
     "load_adapter": LoadAdapterParams,

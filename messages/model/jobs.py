@@ -37,6 +37,7 @@ class QueueFields(TypedDict, total=False):
 class SharedFields(QueueFields, total=False):
     """Fields of GenerateJob that many prompts may share."""
 
+    engine_priority: int
     prefer_worker: str | None
     prefer_s: float
     lora: str | None
@@ -80,6 +81,8 @@ class GenerateJob(Submitted):
     id: submitting the same id again, until an hour after the job has ended, is not an error and not a second job.
     reply_to: the client whose reply stream gets the results. The client fills it in.
     group_id: jobs of one group are yielded and cancelled together. By default it is the job's own id.
+    priority: the class in which the job waits in the pool. engine_priority: the highest number goes first among the
+        samples that wait inside one engine, before its KV cache has room for them.
     deadline_s: seconds from acceptance after which the job expires, whether it is queued or running.
     min_version: the oldest weights version on which the job may start.
     max_staleness: how many versions a worker may be behind the newest committed one when the job starts there.
@@ -117,6 +120,7 @@ class GenerateJob(Submitted):
     sampling: SamplingParams = SamplingParams()
     group_id: str = Field(default="", max_length=128)
     priority: Priority = "normal"
+    engine_priority: Int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
     deadline_s: Float | None = Field(default=None, gt=0, le=30 * 86400.0)
     min_version: Int = Field(default=0, ge=0)
     max_staleness: Int | None = Field(default=None, ge=0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...messages.errors import EngineError, InvalidField, RequestRefused
-from ...messages.model import AuditParams, LoadParams, SaveParams, SetVersionParams
+from ...messages.model import AuditParams, LoadParams, ParameterParams, SaveParams, SetVersionParams
 from ...messages.remote import destination
 from ..weights import folder_order
 from .files import upload
@@ -34,7 +34,7 @@ async def set_version(on: WorkerParts, params: SetVersionParams, deadline: float
 
 async def audit(on: WorkerParts, params: AuditParams, deadline: float) -> Mapping[str, Any]:
     async with _whole(on, "audit", deadline) as version:
-        found = await on.engine.operate("audit", {"version": version, "names": params.names})
+        found = await on.engine.operate("audit", {"version": version, **params.model_dump()})
     info = on.engine.info
     return {
         **found,
@@ -42,6 +42,11 @@ async def audit(on: WorkerParts, params: AuditParams, deadline: float) -> Mappin
         "version": version,
         "kind": f"{info.model} {info.dtype} tp{info.tp_size} {info.name}-{info.version}",
     }
+
+
+async def parameter(on: WorkerParts, params: ParameterParams, deadline: float) -> Mapping[str, Any]:
+    async with _whole(on, "parameter", deadline) as version:
+        return {**await on.engine.operate("parameter", {"version": version, **params.model_dump()}), "version": version}
 
 
 async def save(on: WorkerParts, params: SaveParams, deadline: float) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Processors that allow only some tokens, forbid some, or forbid some until the sample has a length."""
+"""Processors that allow only some tokens, forbid some, forbid some until the sample has a length, or dictate them."""
 
 from __future__ import annotations
 
@@ -53,6 +53,29 @@ class MinNewTokens(LogitProcessor):
     def __call__(self, logits: torch.Tensor, rows: Rows) -> None:
         listed, least = rows.keep_all(lambda: (_listed(logits, rows), _least(rows)))
         logits.masked_fill_(listed & (rows.generated < least)[:, None], NEVER)
+
+
+class ForcedTokens(LogitProcessor):
+    """Dictates the sample's first tokens: they are `token_ids`, in order. Those that follow are free."""
+
+    @classmethod
+    def validate(cls, params: Mapping[str, Any], vocab_size: int) -> None:
+        check.only(params, ["token_ids"])
+        check.token_ids(params, vocab_size)
+
+    def __call__(self, logits: torch.Tensor, rows: Rows) -> None:
+        ids, counts = rows.keep_all(partial(_dictated, rows))
+        token = ids.gather(1, rows.generated.clamp(max=ids.shape[1] - 1)[:, None])
+        kept = logits.gather(1, token)
+        logits.masked_fill_((rows.generated < counts)[:, None], NEVER).scatter_(1, token, kept)
+
+
+def _dictated(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (rows, most) and (rows,) int64: the tokens of each row, filled up with zeros, and how many there are."""
+    lists = [torch.tensor(params["token_ids"]) for params in rows.params]
+    device = rows.generated.device
+    counts = torch.tensor([len(ids) for ids in lists], device=device)
+    return torch.nn.utils.rnn.pad_sequence(lists, batch_first=True).to(device), counts
 
 
 def _listed(logits: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ...messages.errors import EngineError, RequestRefused
+from ...messages.errors import EngineError, InvalidField, RequestRefused
 from ..engine import EngineInfo
 from .run import SGLangRun
 from .wire import sglang_request
@@ -170,12 +170,19 @@ async def _audit(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> di
     ranks = await _every_rank(run, "audit", **params)
     merged = dict(ranks[0])
     for rank in ranks[1:]:
-        for name in ("nonfinite", "zero", "wrong"):
+        for name in merged["found"]:
             merged[name] = sorted({*merged[name], *rank[name]})[: params["names"]]
         merged["found"] = {name: merged["found"][name] + rank["found"][name] for name in merged["found"]}
         merged["fingerprint"] = f"{merged['fingerprint']},{rank['fingerprint']}"
         merged["nbytes"] += rank["nbytes"]
     return merged
+
+
+async def _parameter(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    if (rank := params["rank"]) >= run.config.tp_size:
+        raise InvalidField("rank", rank, f"0 to {run.config.tp_size - 1}, a rank of this engine")
+    found = await run.channel.operate(rank, "parameter", **{name: params[name] for name in params if name != "rank"})
+    return {**found, "rank": rank, "ranks": run.config.tp_size}
 
 
 async def _export(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +213,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "sleep": _sleep,
     "wake": _wake,
     "audit": _audit,
+    "parameter": _parameter,
     "export": _export,
     "save_sharded": lambda run, _, params: _sharded(run, "save_sharded", params),
     "check_sharded": lambda run, _, params: _sharded(run, "check_sharded", params),

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ....messages.errors import DigestMismatch, EngineError, InvalidField, RolloutMQError, WeightSyncError
+from ....messages.errors import DigestMismatch, EngineError, InvalidField, RolloutMQError, WeightSyncError, shortly
 from ....messages.model import TensorSpec
+from ....messages.nearest import nearest
 from ....sync.disk import FILE_BYTES, SnapshotStore, disk_errors
 from ....sync.disk.checkpoint import checkpoint_shapes
 from ....sync.packing import PackedWeights
@@ -29,6 +30,8 @@ from .scheduler import current
 KEEP_ALL = 1 << 30
 """Number of versions to keep in an operator's folder, where nothing is removed."""
 IDLE_S = 10.0
+MOST_VALUES = 1 << 20
+"""Most values of a parameter that are shown."""
 T = TypeVar("T")
 _asleep: dict[str, str] = {}
 """Digests of the parameters when the weights went to sleep."""
@@ -41,6 +44,7 @@ class Inside:
         self._receiver, self._model_dir = receiver, model_dir
         self._operations: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "audit": self._audit,
+            "parameter": self._parameter,
             "export": self._export,
             "pieces": self._pieces,
             "save_sharded": self._save_sharded,
@@ -57,10 +61,12 @@ class Inside:
         }
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return {"ok": true, "result": …}, or {"ok": false, "kind": …, "error": …}. Never raises."""
+        """Return {"ok": true, "result": …}, or {"ok": false} with "kind" and "error", or "invalid". Never raises."""
         try:
             with self._on_device(), torch.no_grad():
                 return {"ok": True, "result": self._operations[str(question["operation"])](question)}
+        except InvalidField as error:
+            return {"ok": False, "invalid": [error.field, shortly(error.value), error.allowed]}
         except Exception as error:  # whatever torch or the disk raises belongs into the answer
             return {"ok": False, "kind": type(error).__name__, "error": str(error) or type(error).__name__}
 
@@ -70,20 +76,23 @@ class Inside:
         """Compare parameters with the trainer's digests, if the engine knows how they were loaded."""
         most, version = int(question["names"]), int(question["version"])
         with side_stream(self._receiver.device):
-            parameters = dict(_model().named_parameters())
+            parameters = _chosen(dict(_model().named_parameters()), question["only"])
             values, bad = _look(parameters)
-            zero = [n for n, p in parameters.items() if p.dim() > 1 and _is_zero(p, values[n])]
-            wrong, compared, why = self._compare(version)
-        nonfinite = [name for name, count in bad.items() if count]
+            wrong, compared, why = ([], 0, "only") if question["only"] else self._compare(version)
+            nonfinite = {name: parameters[name].float() for name, count in bad.items() if count}
+            found = {
+                "nan": [name for name, one in nonfinite.items() if one.isnan().any()],
+                "inf": [name for name, one in nonfinite.items() if one.isinf().any()],
+                "zero": [n for n, p in parameters.items() if p.dim() > 1 and _is_zero(p, values[n])],
+                "wrong": wrong,
+            }
         return {
+            **{kind: names[:most] for kind, names in found.items()},
             "parameters": len(parameters),
             "nbytes": sum(parameter.nbytes for parameter in parameters.values()),
             "fingerprint": _fingerprint(parameters, values),
-            "nonfinite": nonfinite[:most],
-            "zero": zero[:most],
             "compared": compared,
-            "wrong": wrong[:most],
-            "found": {"nonfinite": len(nonfinite), "zero": len(zero), "wrong": len(wrong)},
+            "found": {kind: len(names) for kind, names in found.items()},
             "not_compared": why,
         }
 
@@ -97,6 +106,34 @@ class Inside:
         except RolloutMQError as reason:
             return [], 0, str(reason)
         return [spec.name for spec, value in zip(specs, found, strict=True) if spec.digest != value], len(specs), ""
+
+    def _parameter(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a parameter, by the engine's name or the trainer's: its first values."""
+        name, entries = str(question["name"]), int(question["truncate_size"])
+        with side_stream(self._receiver.device):
+            held: dict[str, torch.Tensor] = dict(_model().named_parameters())
+            if name not in held:
+                with contextlib.suppress(RolloutMQError):
+                    held |= self._under_their_names(int(question["version"]))
+            if name not in held:
+                raise InvalidField("name", name, f"a parameter that this rank holds whole{nearest(name, list(held))}")
+            first = held[name][:entries] if held[name].dim() else held[name]
+            if first.numel() > MOST_VALUES:
+                most = MOST_VALUES * len(first) // first.numel()
+                raise InvalidField("truncate_size", entries, f"at most {most} entries of {list(held[name].shape)}")
+            return {
+                "shape": list(held[name].shape),
+                "dtype": dtype_name(held[name].dtype),
+                "values": first.float().tolist(),
+            }
+
+    def _under_their_names(self, version: int) -> dict[str, torch.Tensor]:
+        """Views of parameters under the trainer's names, or the checkpoint's. Raises PlanImpossible, EngineError."""
+        try:
+            with self._receiver.lending(version) as (_, plan):
+                return held_tensors(plan)
+        except WeightSyncError:  # it was not received, so it is the model as it was loaded
+            return self._own()
 
     def _mark(self, question: dict[str, Any]) -> dict[str, Any]:
         """Note the weights' digests before they go to sleep, and free what is kept beside them."""
@@ -265,6 +302,14 @@ def _look(parameters: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], dict[
     tensors = [parameter.detach().contiguous() for parameter in parameters.values()]
     values, bad = look(tensors)
     return dict(zip(parameters, hex_of(values), strict=True)), dict(zip(parameters, bad.tolist(), strict=True))
+
+
+def _chosen(parameters: dict[str, torch.Tensor], only: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the parameters of these names, without names all of them. Raises InvalidField for an unknown one."""
+    for name in only:
+        if name not in parameters:
+            raise InvalidField("only", name, f"a parameter of the engine{nearest(name, list(parameters))}")
+    return {name: parameters[name] for name in only} if only else parameters
 
 
 def _is_zero(parameter: torch.Tensor, value: str) -> bool:

@@ -103,7 +103,7 @@ def undisturbed(worker: WorkerProcess, redis_url: str) -> list[list[int]]:
         return tokens([client.wait(handle, 120) for handle in start(client, 400)])
 
 
-@pytest.mark.parametrize("mode", ["in_place", "abort", "retract"])
+@pytest.mark.parametrize("mode", ["in_place", "interrupt", "retract"])
 def test_a_paused_engine_goes_on_with_the_same_tokens(
     mode: Any, client: BlockingRolloutClient, tell: Any, undisturbed: list[list[int]]
 ) -> None:
