@@ -12,11 +12,11 @@ import torch
 from support.specimens.tiny_audio import write_tiny_audio
 from support.specimens.tiny_vision import write_tiny_vision
 
-from rolloutmq.messages import GenerateJob, SamplingParams, encode
+from rolloutmq.messages import GenerateJob, SamplingParams, encode, new_id
 from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.errors import RequestRefused
 from rolloutmq.messages.model import MediaKind
-from rolloutmq.producer.data import chat_job
+from rolloutmq.producer.data import chat_job, medium
 from rolloutmq.worker.engine.protocol import EngineOutput
 from rolloutmq.worker.jobs.intake import admit
 from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
@@ -40,6 +40,8 @@ VIDEO = {"mm_process_config": {"video": {"min_pixels": 56 * 56, "max_pixels": 11
 """SGLang resizes a file's frames before the model's processor does: not to the sizes that real models need."""
 SECONDS = 30
 """Of a sound. SGLang pads shorter ones to that, and lets the encoder hear the padding, which transformers masks."""
+PARTED = "a~b" * 200
+"""Without "~": pairs of tokens that are encoded as one each."""
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 
 
@@ -57,14 +59,39 @@ def job(*media: Any, kind: MediaKind = "image") -> GenerateJob:
     )
 
 
-def first_token(model: Any, path: Path, **media: Any) -> np.ndarray:
-    """(vocabulary,): transformers' log-probabilities of the first token of the answer. media: for its processor."""
+def text_of(places: str, question: str) -> str:
+    return f"<|im_start|>user\n{places}{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def parted_job(path: Path, one: Any, kind: MediaKind) -> GenerateJob:
+    """PARTED behind a medium, as tokens. Nobody's encoding of the text "ab" gives them."""
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    places = PLACES["audio" if kind == "audio" else f"{kind}s"]
+    ids = AutoTokenizer.from_pretrained(path)(text_of(places, PARTED))["input_ids"]
+    tilde = AutoTokenizer.from_pretrained(path)("~")["input_ids"][0]
+    return GenerateJob.build(
+        id=new_id(),
+        token_ids=[token for token in ids if token != tilde],
+        media=[medium(kind, one)],
+        sampling=GREEDY,
+        reply_to="c",
+    )
+
+
+def first_token(model: Any, path: Path, question: str = "What is it?", **media: Any) -> np.ndarray:
+    """(vocabulary,): transformers' log-probabilities of the first token of the answer.
+
+    media: for its processor. A "~" of the question is left out of the tokens.
+    """
     from transformers import AutoProcessor  # noqa: PLC0415
 
     processor = AutoProcessor.from_pretrained(path)
     places = "".join(PLACES[name] * len(media[name]) for name in PLACES if name in media)
-    text = f"<|im_start|>user\n{places}What is it?<|im_end|>\n<|im_start|>assistant\n"
-    inputs = processor(text=[text], return_tensors="pt", **media)
+    inputs = processor(text=[text_of(places, question)], return_tensors="pt", **media)
+    kept = inputs["input_ids"][0] != processor.tokenizer("~")["input_ids"][0]
+    for name in {"input_ids", "attention_mask", "mm_token_type_ids"} & set(inputs):
+        inputs[name] = inputs[name][:, kept]
     with torch.no_grad():
         answer = model.generate(
             **inputs, max_new_tokens=1, do_sample=False, output_scores=True, return_dict_in_generate=True
@@ -150,6 +177,10 @@ async def watch_videos(path: Path) -> None:
         model, path, videos=[noise, clip], do_sample_frames=False, video_metadata=timed["video_metadata"] * 2
     )
     check_distinct(*shown, both)
+    parted, joined = (
+        first_token(model, path, question, videos=[clip]) for question in (PARTED, PARTED.replace("~", ""))
+    )
+    check_distinct(parted, joined)
     engine = engine_of(path, mm_attention_backend="triton_attn", **VIDEO)
     await engine.start()
     try:
@@ -162,6 +193,7 @@ async def watch_videos(path: Path) -> None:
         with pytest.raises(RequestRefused):
             await answer(engine, path, broken)
         check(await answer(engine, path, job(CLIP, kind="video")), file)
+        check(await answer(engine, path, parted_job(path, CLIP, "video")), parted)
     finally:
         await engine.close()
 
@@ -182,6 +214,11 @@ async def listen(path: Path) -> None:
     cases = [[low], [high], [low, high], [high, low]]
     expected = [first_token(model, path, audio=case, sampling_rate=16_000) for case in cases]
     check_distinct(*expected)
+    parted, joined = (
+        first_token(model, path, question, audio=[low], sampling_rate=16_000)
+        for question in (PARTED, PARTED.replace("~", ""))
+    )
+    check_distinct(parted, joined)
     engine = engine_of(path)
     await engine.start()
     try:
@@ -191,6 +228,7 @@ async def listen(path: Path) -> None:
         with pytest.raises(RequestRefused):
             await answer(engine, path, broken)
         check(await answer(engine, path, job(low, kind="audio")), expected[0])
+        check(await answer(engine, path, parted_job(path, low, "audio")), parted)
     finally:
         await engine.close()
 

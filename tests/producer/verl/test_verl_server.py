@@ -87,8 +87,10 @@ async def test_a_response_is_as_long_as_verls_own_servers_let_it_be(
 
 async def test_what_cannot_be_honoured_is_refused_by_name(redis_db: str) -> None:
     made = server(redis_db)
-    with pytest.raises(FeatureUnavailable, match="image_data"):
+    with pytest.raises(InvalidField, match="image=<object"):
         await made.generate([1], PARAMS, "r", image_data=[object()])
+    with pytest.raises(FeatureUnavailable, match=r"mm_processor_kwargs\.min_pixels"):
+        await made.generate([1], PARAMS, "r", audio_data=[[0.0]], mm_processor_kwargs={"min_pixels": 4})
     with pytest.raises(InvalidField, match="max_tokens"):
         await made.generate([1], PARAMS | {"max_tokens": "many"}, "r")
     with pytest.raises(InvalidField, match="best_of"):
