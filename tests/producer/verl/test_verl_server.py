@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -39,9 +40,11 @@ async def test_a_request_gets_the_fields_of_a_token_output(redis_db: str, servin
         await made.aclose()
 
 
-async def test_the_turns_of_a_request_stay_with_the_worker_that_has_their_prefix(
-    redis_db: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cut", [0, 1])
+async def test_the_turns_of_a_conversation_stay_with_the_worker_that_has_their_prefix(
+    redis_db: str, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
+    """As verl sends them: a request id for each turn. cut: of an answer, tokens that the next turn begins without."""
     asked: set[tuple[int, ScriptedEngine]] = set()
     generate = ScriptedEngine.generate
 
@@ -51,12 +54,12 @@ async def test_the_turns_of_a_request_stay_with_the_worker_that_has_their_prefix
 
     monkeypatch.setattr(ScriptedEngine, "generate", noted)
     made = server(redis_db, prompt_length=200)
-    histories = {f"r{number}": [number, 2, 3] for number in range(16)}
+    histories = [[number, 2, 3] for number in range(16)]
     async with worker(redis_db, engine=ScriptedEngine(200)), worker(redis_db, engine=ScriptedEngine(200)):
         for _ in range(4):
-            outputs = await asyncio.gather(*(made.generate(told, PARAMS, name) for name, told in histories.items()))
-            for told, output in zip(histories.values(), outputs, strict=True):
-                told.extend(output["token_ids"])
+            outputs = await asyncio.gather(*(made.generate(told, PARAMS, uuid4().hex) for told in histories))
+            for told, output in zip(histories, outputs, strict=True):
+                told.extend([*output["token_ids"][: 6 - cut], 0, 0])
         await made.aclose()
     assert len({engine for _, engine in asked}) == 2
     assert len(asked) == len(histories)  # each of them with one engine
