@@ -87,6 +87,7 @@ class PoolServer:
             max_staleness=self._settings.max_staleness,
             trace_id=request_id[:64],
             prefer_worker=next(filter(None, map(self._workers.get, reversed(_beginnings(prompt)))), None),
+            prefer_s=self._settings.prefer_s,
         )
         if group.failures:
             raise JobFailed(group.failures[0])
@@ -136,5 +137,5 @@ class PoolServer:
 def _beginnings(ids: Sequence[int]) -> list[int]:
     """A hash of each beginning of the tokens, the shortest first."""
     powers = _BASE ** np.arange(len(ids), dtype=np.uint64)
-    hashes: list[int] = np.cumsum((np.asarray(ids, np.uint64) + np.uint64(1)) * powers).tolist()
+    hashes: list[int] = np.cumsum((np.asarray(ids, np.int64).astype(np.uint64) + np.uint64(1)) * powers).tolist()
     return hashes
