@@ -69,7 +69,8 @@ class ToolEnvironment:
     to the model as the answer to the call. Turns' rewards are what tool classes in VERL's form give.
 
     prompt: messages. score(answer): the reward of the last answer; a function or a coroutine function.
-    timeout: seconds for each call; `EpisodeLimits.step_s` has to be longer. tools_kwargs: as `run_tool_calls` takes it.
+    timeout: seconds for each call; `EpisodeLimits.step_s` has to be longer. tools_kwargs: as in `run_tool_calls`, such
+    as the right answer for a tool that knows it.
     Pictures and videos that a tool answers with are shown to the model from the next turn on.
     The episodes' jobs need `tools=registry.tools`, and the `tool_parser` of the model.
     """
@@ -82,8 +83,8 @@ class ToolEnvironment:
         timeout: float = 30.0,
         tools_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self._prompt, self._registry, self._score, self._timeout = prompt, registry, score, timeout
-        self._tools_kwargs = tools_kwargs
+        self._prompt, self._registry, self._score = prompt, registry, score
+        self._timeout, self._tools_kwargs = timeout, tools_kwargs
 
     async def reset(self) -> Observation:
         return list(self._prompt)
