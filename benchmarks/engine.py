@@ -32,7 +32,7 @@ from .harness import Run, option, turns
 from .parts import BenchFailed, Part
 from .sync.shapes import one_shape
 from .watched import Watching, watching
-from .workload import Workload, run_client
+from .workload import PROCESSORS, Workload, run_client
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class Plan:
     dtype: str = option("auto", "auto, bfloat16, float16 or float32.")
     sglang: list[str] = option([], "Further SGLang argument, NAME=JSON; repeatable.")
     watched: bool = option(False, "Also with metrics, and with traces: what they cost, in CPU time, too.")
+    processors: bool = option(False, "Also with each logit processor in every job: what it costs.")
 
 
 def measure(plan: Plan, run: Run) -> dict[str, Any]:
@@ -73,7 +74,10 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
         worker_config = as_config(WorkerConfig, redis_url=server.url, pool="bench", max_running=plan.max_running)
         workload = Workload(plan.prompts, plan.max_new_tokens, vocab_size=32000)
         redis_pid = server.pid if plan.watched else None
-        figures = asyncio.run(_compare(config, worker_config, workload, plan.rounds, run, redis_pid=redis_pid))
+        more = list(PROCESSORS) if plan.processors else []
+        figures = asyncio.run(
+            _compare(config, worker_config, workload, plan.rounds, run, processors=more, redis_pid=redis_pid)
+        )
     label = Path(plan.model).name if plan.model else f"{shaped.name}-shaped" if shaped else "tiny"
     return figures | {"model": label}
 
@@ -85,9 +89,11 @@ async def _compare(
     rounds: int,
     run: Run,
     *,
+    processors: list[str],
     redis_pid: int | None,
 ) -> dict[str, Any]:
-    """redis_pid: given if there are turns with metrics and with traces."""
+    """processors: further turns, in which every job has the one of that name. redis_pid: given if there are turns
+    with metrics and with traces."""
     from rolloutmq.worker.sglang.engine import SGLangEngine
 
     engine = SGLangEngine(config)
@@ -106,7 +112,7 @@ async def _compare(
         warm_up = replace(base, count=min(base.count, worker_config.max_running), seed=rounds)
         await _direct(engine, warm_up)  # warms up kernels, caches and Python itself
         tokens: list[int] = []
-        sides = ["direct", "pool"]
+        sides = ["direct", "pool", *processors]
         watch: Watching | None = None
         if redis_pid is not None:
             opened = watching(worker.vitals, worker_config.redis_url, worker_config.pool, redis_pid)
@@ -122,7 +128,7 @@ async def _compare(
                 if side == "direct":
                     seconds = await _direct(engine, workload)
                 else:
-                    told = replace(workload, traces=side == "traces")
+                    told = replace(workload, traces=side == "traces", processor=side if side in processors else "")
                     async with watch.turn(side) if watch else nullcontext(dict[str, float]()) as spent:
                         seconds, spent["client"] = await _through_pool(worker_config, told, count)
                     await engine.operate("flush_cache", {})  # for the other side, which has the same prompts

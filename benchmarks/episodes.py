@@ -96,7 +96,7 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
 
 async def _measure(plan: Plan, url: str, workers: Workers, run: Run) -> dict[str, Any]:
     async with RolloutClient(url, "bench") as client:
-        await _both_serve(client, workers, run)
+        await all_serve(client, workers, run)
         await _play(client, plan, plan.concurrency, seed=1 << 20, clock=Clock(0))  # warms up
         before = await _generated(client, plan, workers)
         clock, began = Clock(int(KILL_AT * plan.episodes * plan.turns)), time.perf_counter()
@@ -124,8 +124,9 @@ async def _generated(client: RolloutClient, plan: Plan, workers: Workers) -> dic
     return {it.worker_id: it.generated_tokens for it in found}
 
 
-async def _both_serve(client: RolloutClient, workers: Workers, run: Run) -> None:
-    run.say("starting two workers")
+async def all_serve(client: RolloutClient, workers: Workers, run: Run) -> None:
+    """Wait until all of them do. Raises EngineError."""
+    run.say("starting workers")
     deadline = time.monotonic() + START_S
     while [it.state for it in await client.workers()].count("serving") < len(workers.all):
         workers.check()

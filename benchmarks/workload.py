@@ -10,10 +10,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from rolloutmq.messages.model import GenerateJob, RolloutResult, SamplingParams
+from rolloutmq.messages.model import GenerateJob, LogitProcessor, RolloutResult, SamplingParams
 from rolloutmq.producer.client import RolloutClient
 
 from .traces import traces_on
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "action_mask": {"token_ids": list(range(200))},
+    "disallowed_tokens": {"token_ids": list(range(200))},
+    "temperature_schedule": {"points": [[0, 1.2], [64, 0.8]]},
+}
+"""Logit processors by name, as every job of a workload with one has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +28,8 @@ class Workload:
     """Prompts of a benchmark: `count` of them, each with 16 to 64 random tokens.
 
     Each answer has a fixed length between half of max_new_tokens and all of it, and ignores the end of sequence. So
-    both sides generate the same number of tokens. traces: whether the client makes spans.
+    both sides generate the same number of tokens. traces: whether the client makes spans. processor: a name of
+    PROCESSORS that every job has; "" for none.
     """
 
     count: int
@@ -29,15 +37,18 @@ class Workload:
     vocab_size: int
     seed: int = 0
     traces: bool = False
+    processor: str = ""
 
     def jobs(self) -> list[GenerateJob]:
         """Return the workload as jobs, in order."""
         draw = random.Random(self.seed)
         shortest = max(1, self.max_new_tokens // 2)
+        processors = [LogitProcessor(name=name, params=PROCESSORS[name]) for name in (self.processor,) if name]
         return [
             GenerateJob(
                 token_ids=[draw.randrange(self.vocab_size) for _ in range(draw.randint(16, 64))],
                 sampling=SamplingParams(max_new_tokens=draw.randint(shortest, self.max_new_tokens), ignore_eos=True),
+                logit_processors=processors,
             )
             for _ in range(self.count)
         ]

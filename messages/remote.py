@@ -7,6 +7,9 @@ from typing import Any
 
 from .errors import ConfigError
 
+BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss"})
+"""Schemes of URLs that begin with a bucket or container."""
+
 
 def open_url(url: str, what: str) -> tuple[Any, str]:
     """The filesystem for a URL, and the place in it. May connect, and block meanwhile.
@@ -25,6 +28,21 @@ def open_url(url: str, what: str) -> tuple[Any, str]:
     except Exception as error:  # each filesystem has errors of its own, and they may quote the URL
         raise ConfigError(f"{place}: fsspec cannot open it ({type(error).__name__})") from None
     return filesystem, str(path)
+
+
+def destination(url: str) -> tuple[Any, str]:
+    """The filesystem for a URL to upload to, and the folder in it. Connects to stores that have buckets, and blocks.
+
+    A bucket is never made: who mistypes one would not find the files. Raises ConfigError, also if there is none.
+    """
+    filesystem, root = open_url(url, "upload to")
+    if url.partition("://")[0] in BUCKETS:
+        bucket = root.partition("/")[0]
+        try:
+            filesystem.info(bucket)
+        except Exception as error:  # each filesystem has errors of its own
+            raise ConfigError(f"upload to {without_secrets(url)}: {bucket}: {type(error).__name__}: {error}") from error
+    return filesystem, root.rstrip("/")
 
 
 def without_secrets(url: str) -> str:

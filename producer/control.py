@@ -89,8 +89,8 @@ class PoolAudit:
     """What an audit of a pool's weights found.
 
     answers: by worker; a result has `clean`, and names of tensors that are `wrong` (not as the trainer sent them),
-    `nonfinite` or `zero`. versions: by worker. apart: groups of workers that serve one version with one kind of engine,
-    and whose parameters are not the same.
+    of `nan`, `inf` or all `zero`. versions: by worker. apart: groups of workers that serve one version with one kind of
+    engine, and whose parameters are not the same.
     """
 
     answers: Answers
@@ -167,9 +167,9 @@ class PoolControl:
     # --- serving ---------------------------------------------------------------------------------------------------
 
     async def pause(
-        self, mode: PauseMode = "abort", *, hand_back: bool = False, worker_id: str = "", timeout: float = 60.0
+        self, mode: PauseMode = "interrupt", *, hand_back: bool = False, worker_id: str = "", timeout: float = 60.0
     ) -> Answers:
-        """Stop generating; see PauseParams for the modes. Nothing is lost: `resume` goes on."""
+        """Stop generating until `resume`; see PauseParams for the modes. Only "abort" ends running samples."""
         params = {"mode": mode, "hand_back": hand_back}
         return await self.send("pause", params, worker_id=worker_id, timeout=timeout)
 
@@ -234,9 +234,15 @@ class PoolControl:
         """Give the served weights another, higher version number, which the pool has not used."""
         return await self.send("set_version", {"version": version}, worker_id=worker_id, timeout=timeout)
 
-    async def audit(self, *, names: int = 20, worker_id: str = "", timeout: float = 600.0) -> PoolAudit:
-        """Check every bit of the weights while engines serve, and compare the workers. names: most names listed."""
-        answers = await self.send("audit", {"names": names}, worker_id=worker_id, timeout=timeout)
+    async def audit(
+        self, *, names: int = 20, only: Sequence[str] = (), worker_id: str = "", timeout: float = 600.0
+    ) -> PoolAudit:
+        """Check every bit of the weights while engines serve, and compare the workers. names: most names listed.
+
+        only: look at these parameters alone, and compare nothing with what the trainer sent.
+        """
+        params = {"names": names} | ({"only": list(only)} if only else {})
+        answers = await self.send("audit", params, worker_id=worker_id, timeout=timeout)
         prints: dict[tuple[int, str], dict[str, list[str]]] = {}
         for worker, result in answers.results.items():
             alike = prints.setdefault((int(result["version"]), str(result["kind"])), {})
@@ -249,17 +255,37 @@ class PoolControl:
         versions = {worker: int(result["version"]) for worker, result in answers.results.items()}
         return PoolAudit(answers, versions, apart)
 
+    async def parameter(
+        self, name: str, *, truncate_size: int = 100, rank: int = 0, worker_id: str = "", timeout: float = 60.0
+    ) -> Answers:
+        """The first `truncate_size` entries (rows of a matrix) of a parameter, as nested lists of floats, in `values`.
+
+        name: the engine's, or the trainer's of a tensor that the engine holds whole. rank: the tensor-parallel rank
+        whose part it is, of `ranks`. Results also have its whole `shape` there, `dtype` and the `version`. A worker
+        answers InvalidField for an unknown name, and for more than 1,048,576 values.
+        """
+        params = {"name": name, "truncate_size": truncate_size, "rank": rank}
+        return await self.send("parameter", params, worker_id=worker_id, timeout=timeout)
+
     async def save(
         self,
         path: str,
         *,
         format: Literal["safetensors", "sharded"] = "safetensors",
         upload: str = "",
+        pattern: str | None = None,
+        max_size: int | None = None,
         worker_id: str = "",
         timeout: float = 3600.0,
     ) -> Answers:
-        """Save the served version in a folder on the worker's host, and copy it to a URL; usually of one worker."""
-        params = {"path": path, "format": format} | ({"upload": upload} if upload else {})
+        """Save the served version in a folder on the worker's host, and copy it to a URL; usually of one worker.
+
+        pattern: names of sharded files, with {rank} and {part}. max_size: most bytes in a file. None: SGLang's own.
+        """
+        params: dict[str, Any] = {"path": path, "format": format}
+        params |= {"upload": upload} if upload else {}
+        params |= {"pattern": pattern} if pattern is not None else {}
+        params |= {"max_size": max_size} if max_size is not None else {}
         return await self.send("save", params, worker_id=worker_id, timeout=timeout)
 
     async def load(

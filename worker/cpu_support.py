@@ -36,6 +36,17 @@ _TORCHVISION_OPERATORS = {
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
 
+_QWEN3_5_OPERATORS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+"""SGLang's model of Qwen3.5 looks these up when it is imported, and the processor of all Qwen-VL models imports it.
+
+Each other name must stay unknown: SGLang takes a path on a CPU by which ones there are.
+"""
+
 
 def gpu_found() -> bool:
     """Whether torch sees a GPU of any kind in this process."""
@@ -69,6 +80,10 @@ def prepare_engine() -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = _stand_in("sgl_kernel")
+        operators = torch.library.Library("sgl_kernel", "DEF")
+        for operator in _QWEN3_5_OPERATORS:
+            operators.define(f"{operator}(Tensor x) -> Tensor")
+        _KEEP_ALIVE.append(operators)
 
 
 def share_cores(ranks: int) -> None:

@@ -121,7 +121,7 @@ class EngineState:
         was = self.frozen.holds or bool(self._sleep.asleep)
         self._sleep = SleepState()
         if self.paused == "in_place":
-            self.paused = "abort"
+            self.paused = "interrupt"
         self.version, self.in_service, self.patient = 0, False, False
         for holder in (self.frozen, self.weights_asleep, self.asleep, self._no_version):
             holder.release()

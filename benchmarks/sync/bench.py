@@ -24,6 +24,8 @@ from .shapes import SHAPES, Shape
 
 PATHS = ("raw", "stock_tensor", "stock_bucket", "ours", "ours_unverified")
 EXTRAS = ("stall", "pool")
+SAME = ("ours", "ours_unverified", "stall", "pool", "handles")
+"""What there is on one GPU, where NCCL connects nothing: buckets are handed over by CUDA IPC."""
 VARIANTS = {
     "cpu": {"raw": (1, 16), "stock_bucket": (1, 16), "ours": ("staged",), "ours_unverified": ("staged",)},
     "cuda": {
@@ -32,6 +34,7 @@ VARIANTS = {
         "ours": ("direct", "staged"),
         "ours_unverified": ("direct", "staged"),
     },
+    "same": {"ours": ("staged",), "ours_unverified": ("staged",)},
 }
 """Path -> variants: MiB of a buffer, or how a version is received: `direct` while it is loaded, or `staged` beside the
 one that serves."""
@@ -49,11 +52,11 @@ class Plan:
     """What to measure."""
 
     shapes: str = option("", "Some of tiny,tiny-moe,0.6b,4b,8b,moe. Default: tiny on a CPU, else 0.6b,8b,moe.")
-    paths: str = option("", f"Some of {','.join(PATHS + EXTRAS)}. Default: all.")
+    paths: str = option("", f"Some of {','.join(PATHS + EXTRAS)},handles. Default: all that the device has.")
     receivers: int = option(1, "Engines, each on a GPU of its own.", min=1)
     rounds: int = option(8, "Updates over each path, in turns; the median counts.", min=1)
     running: int = option(0, "Requests in a busy engine. Default: 64, on a CPU 16.", min=0)
-    device: str = option("auto", "auto (GPUs, if there are two), cpu or cuda.")
+    device: str = option("auto", "auto (GPUs, if there are two), cpu, cuda, or same: one GPU for trainer and engine.")
     graphs: bool = option(True, "Decode with CUDA graphs; without, engines start sooner.")
 
     def wanted(self, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -66,19 +69,22 @@ def settled(plan: Plan) -> Plan:
     import torch
 
     gpus, device = torch.cuda.device_count(), plan.device
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device {device!r}: auto, cpu or cuda")
+    if device not in ("auto", *VARIANTS):
+        raise ConfigError(f"--device {device!r}: auto, {', '.join(VARIANTS)}")
     if device == "auto":
         device = "cuda" if gpus > 1 else "cpu"
     if device == "cuda" and plan.receivers + 1 > gpus:
         needed = plan.receivers + 1
         raise ConfigError(f"--receivers {plan.receivers}: with the trainer that takes {needed} GPUs, {gpus} are here")
+    if device == "same" and (plan.receivers > 1 or not gpus):
+        raise ConfigError(f"--device same, --receivers {plan.receivers}: 1, on the trainer's GPU; {gpus} are here")
+    known = SAME if device == "same" else PATHS + EXTRAS
     shapes = plan.shapes or ("tiny" if device == "cpu" else "0.6b,8b,moe")
     return replace(
         plan,
         device=device,
         shapes=",".join(names("--shapes", shapes, SHAPES)),
-        paths=",".join(names("--paths", plan.paths or ",".join(PATHS + EXTRAS), PATHS + EXTRAS)),
+        paths=",".join(names("--paths", plan.paths or ",".join(known), known)),
         running=plan.running or (16 if device == "cpu" else 64),
     )
 
@@ -122,7 +128,7 @@ class _Work:
 
     async def do(self, step: str) -> None:
         """Run one of STEPS, if it is wanted."""
-        if step != "paths" and step not in self.plan.wanted(EXTRAS):
+        if step != "paths" and step not in self.plan.wanted(tuple(STEPS)):
             return
         self.say(f"{self.figures['nbytes'] / 1e9:.2f} GB, {self.figures['tensors']} tensors: {step}")
         try:
@@ -265,6 +271,14 @@ async def _pool(work: _Work) -> None:
         raise
 
 
+async def _handles(work: _Work) -> None:
+    """Measure how soon another process reads a bucket of this GPU."""
+    from .handles import measure_handles  # torch
+
+    await work.session.close()
+    work.keep({"handles": await asyncio.to_thread(measure_handles, "cuda:0", work.plan.rounds)})
+
+
 STEPS: dict[str, Callable[[_Work], Awaitable[None]]] = {
-    "paths": _paths, "stall": _stalls, "pool": _pool
+    "paths": _paths, "stall": _stalls, "pool": _pool, "handles": _handles
 }  # fmt: skip

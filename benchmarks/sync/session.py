@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 class Session:
-    """A trainer on device 0, and receiver i on device 1 + i, each in a process of its own."""
+    """A trainer on device 0, and receiver i on device 1 + i ("same": on device 0, too), each a process of its own."""
 
     def __init__(self, shape: Shape, folder: Path, *, device: str, count: int, running: int, graphs: bool) -> None:
         """folder: for the model's configuration. count: receivers. running: requests in a busy engine. graphs: CUDA
@@ -227,7 +227,7 @@ class Session:
         return {"host": self.facts["host"], "port": self.facts["port"]}
 
     def _device_of(self, number: int) -> str:
-        return "cpu" if self.device == "cpu" else f"cuda:{number}"
+        return {"cpu": "cpu", "same": "cuda:0"}.get(self.device, f"cuda:{number}")
 
     def _config(self, receiver: int) -> dict[str, Any]:
         """Return the SGLangConfig of a receiver's engine."""
@@ -247,7 +247,7 @@ class Session:
             "attention_backend": "triton",
             "sampling_backend": "pytorch",
             "cuda_graph": self._graphs,
-            "extra": {"base_gpu_id": 1 + receiver, "port": 31000 + 1000 * receiver},
+            "extra": {"base_gpu_id": 0 if self.device == "same" else 1 + receiver, "port": 31000 + 1000 * receiver},
         }
 
 

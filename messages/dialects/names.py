@@ -97,7 +97,7 @@ OTHERS: dict[str, Rule] = {
     "early_stopping": _refused(_BEAMS, False),
     "thinking_token_budget": _refused("no limit for a part of the output is known here", -1),
     "repetition_detection": _refused("no stop at repetitions is known here: use stop_regex or repetition_penalty"),
-    "trace_decode_token_ids": _refused("tokens are not dictated here: score the sequence instead"),
+    "trace_decode_token_ids": _refused("name the logit processor forced_tokens, or score the sequence"),
     "watermark": _refused("samples are not watermarked"),
     "watermarking": _refused("samples are not watermarked", False),
     # where they end

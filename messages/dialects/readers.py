@@ -86,12 +86,12 @@ def mask(field: str) -> Reader:
 
 
 def priority(value: Any) -> Fields:
-    """A priority's name, or SGLang's number: above 0 is high, 0 is normal, below is low."""
+    """A priority's name, or SGLang's number: above 0 is high, 0 is normal, below is low. The engine gets the number."""
     if isinstance(value, str):
         return {"priority": value}
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"one of {', '.join(PRIORITIES)}, or a whole number")
-    return {"priority": "high" if value > 0 else "low" if value < 0 else "normal"}
+    return {"priority": "high" if value > 0 else "low" if value < 0 else "normal", "engine_priority": value}
 
 
 def priority_downwards(value: Any) -> Fields:

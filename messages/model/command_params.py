@@ -5,6 +5,7 @@ Each class is also a command of `rolloutmq control`, or a word of one: docstring
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from ..errors import InvalidField
 from .base import Float, Int, Name, as_invalid_field
 
-PauseMode = Literal["finish", "abort", "retract", "in_place"]
+PauseMode = Literal["finish", "interrupt", "retract", "in_place", "abort"]
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")
 ProfileActivity = Literal["CPU", "GPU", "MEM"]
@@ -27,8 +28,20 @@ def _absolute(path: str) -> str:
     return path
 
 
+def _file_names(pattern: str) -> str:
+    around = re.fullmatch(
+        r"(\w[\w.-]*)?\{(rank|part)\}[\w.-]*[A-Za-z_.-][\w.-]*\{(rank|part)\}[\w.-]*\.safetensors", pattern
+    )
+    if around is None or around[2] == around[3]:
+        raise PydanticCustomError(
+            "pattern", "a file name with {rank} and {part}, apart from each other, that ends in .safetensors"
+        )
+    return pattern
+
+
 Folder = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_absolute)]
 """An absolute path on the worker's host."""
+FileNames = Annotated[str, Field(max_length=200), AfterValidator(_file_names)]
 Url = Annotated[str, Field(max_length=4096, pattern=r"^([a-z][a-z0-9+.-]*://.*)?$")]
 
 _UPLOAD = "URL to copy the files to: file://, s3://, gs://, … (fsspec)."
@@ -53,13 +66,13 @@ def _without(about: str) -> type[NoParams]:
 class PauseParams(Params):
     """Stop generating until `resume`. Nothing new is claimed in any mode.
 
-    finish: running samples run to their end. abort: they stop and keep what they have. retract: the same, and the
+    finish: running samples run to their end. interrupt: they stop and keep what they have. retract: the same, and the
     memory of their KV and of cached prefixes goes back to the engine at once. in_place: the engine freezes with their
-    KV and takes no weights until `resume`.
+    KV and takes no weights until `resume`. abort: they end with what they have, and their clients get that.
     """
 
-    mode: PauseMode = Field(default="abort", description="finish, abort, retract or in_place.")
-    hand_back: bool = Field(default=False, description=f"{_HAND_BACK} Not with finish and in_place.")
+    mode: PauseMode = Field(default="interrupt", description="finish, interrupt, retract, in_place or abort.")
+    hand_back: bool = Field(default=False, description=f"{_HAND_BACK} With interrupt and retract.")
 
 
 class AbortParams(Params):
@@ -103,6 +116,19 @@ class AuditParams(Params):
     """Compare every bit of the engines' weights with the trainer's digests. Exit code 1 for any finding."""
 
     names: Int = Field(default=20, ge=1, le=10_000, description="At most so many tensors are named for each finding.")
+    only: tuple[str, ...] = Field(
+        default=(), max_length=10_000, description="Look at this parameter alone, by the engine's name; repeatable."
+    )
+
+
+class ParameterParams(Params):
+    """Show the first values of a parameter of the engines' weights."""
+
+    name: str = Field(min_length=1, max_length=512, description="As the engine calls it, or as the trainer sent it.")
+    truncate_size: Int = Field(
+        default=100, ge=1, le=1 << 17, description="So many entries of its first dimension; 1,048,576 values at most."
+    )
+    rank: Int = Field(default=0, ge=0, description="Tensor-parallel rank whose part of the parameter it is.")
 
 
 class SaveParams(Params):
@@ -114,6 +140,19 @@ class SaveParams(Params):
         description="safetensors, in the trainer's names with digests; or sharded, SGLang's own, a part for each rank.",
     )
     upload: Url = Field(default="", description=_UPLOAD)
+    pattern: FileNames | None = Field(
+        default=None, description="Names of sharded files; default: model-rank-{rank}-part-{part}.safetensors."
+    )
+    max_size: Int | None = Field(
+        default=None, ge=1 << 16, description="Most bytes in a file, 65536 or more; default: 5 GiB."
+    )
+
+    @field_validator("pattern")
+    @classmethod
+    def _of_sharded(cls, pattern: str | None, info: ValidationInfo) -> str | None:
+        if pattern is not None and info.data.get("format") != "sharded":
+            raise PydanticCustomError("pattern", "no pattern, or format 'sharded'")
+        return pattern
 
 
 class LoadParams(Params):
@@ -198,6 +237,7 @@ ACTIONS: dict[str, type[Params]] = {
     "clear_storage": _without("Empty the storage of a hierarchical cache."),
     "set_version": SetVersionParams,
     "audit": AuditParams,
+    "parameter": ParameterParams,
     "save": SaveParams,
     "load": LoadParams,
     "load_adapter": LoadAdapterParams,

@@ -37,6 +37,7 @@ class QueueFields(TypedDict, total=False):
 class SharedFields(QueueFields, total=False):
     """Fields of GenerateJob that many prompts may share."""
 
+    engine_priority: int
     prefer_worker: str | None
     prefer_s: float
     lora: str | None
@@ -80,6 +81,8 @@ class GenerateJob(Submitted):
     id: submitting the same id again, until an hour after the job has ended, is not an error and not a second job.
     reply_to: the client whose reply stream gets the results. The client fills it in.
     group_id: jobs of one group are yielded and cancelled together. By default it is the job's own id.
+    priority: the class in which the job waits in the pool. engine_priority: the highest number goes first among the
+        samples that wait inside one engine, before its KV cache has room for them.
     deadline_s: seconds from acceptance after which the job expires, whether it is queued or running.
     min_version: the oldest weights version on which the job may start.
     max_staleness: how many versions a worker may be behind the newest committed one when the job starts there.
@@ -95,7 +98,7 @@ class GenerateJob(Submitted):
     hidden_states: return those of the last generated token, or of all tokens. routed_experts: return each token's.
     logit_processors: applied in order. docs/logits.md lists those that every worker has.
     seed: sample i gets a seed of its own, derived from this and i. A deterministic engine then repeats its tokens.
-    media: images, videos and audio of the prompt, in the order of their places in it.
+    media: images, videos and audio of the prompt, in the order of their places in it, those in context_ids first.
     tools: the chat template of a prompt of messages shows them to the model. RolloutResult.tool_calls has the calls.
     tool_parser: the syntax of those calls: "json", "xml", "function", or the name of a parser of SGLang.
     trace_id: comes back with every result. As a W3C traceparent it says to which trace the job's spans belong.
@@ -117,6 +120,7 @@ class GenerateJob(Submitted):
     sampling: SamplingParams = SamplingParams()
     group_id: str = Field(default="", max_length=128)
     priority: Priority = "normal"
+    engine_priority: Int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
     deadline_s: Float | None = Field(default=None, gt=0, le=30 * 86400.0)
     min_version: Int = Field(default=0, ge=0)
     max_staleness: Int | None = Field(default=None, ge=0)
@@ -153,7 +157,7 @@ class GenerateJob(Submitted):
         if self.text == "":
             raise ValueError("text: at least one character is required")
         if self.media or self.messages is not None:
-            check_media(self.media, self.messages)
+            check_media(self.media, self.messages, before=self.context_ids is not None)
         if self.min_adapter_version and self.lora is None:
             raise ValueError(f"min_adapter_version={self.min_adapter_version}: only together with lora")
         prompt = 0 if self.token_ids is None else self.token_ids.size

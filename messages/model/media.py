@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from ..errors import InvalidField
-from .base import Record
+from .base import Float, Record
 from .chat import ChatMessage, MediaKind
 
 MAX_MEDIUM_BYTES = 16 << 20
@@ -33,6 +33,7 @@ _MAGIC: Mapping[MediaKind, tuple[tuple[int, bytes, str], ...]] = {
         (8, b"AVI ", "video/x-msvideo"),
         (0, b"\0\0\x01", "video/mpeg"),
         (0, b"FLV", "video/x-flv"),
+        (0, b"\x93NUMPY", "application/x-npy"),
     ),
     "audio": (
         (8, b"WAVE", "audio/wav"),
@@ -53,8 +54,9 @@ class Medium(Record):
 
     Exactly one of data and url is given. There are no paths: files are read where the job is made.
 
-    data: the encoded file (PNG, JPEG, MP4, WAV …). url: http or https. The worker fetches it, and only from hosts that
-    its operator allows. mime: the MIME type, if it is known.
+    data: the encoded file (PNG, JPEG, MP4, WAV …). A video may also be its frames, as NumPy's file of an array
+    (frames, height, width, 3) of uint8: the model sees exactly these. url: http or https. The worker fetches it, and
+    only from hosts that its operator allows. mime: the MIME type, if it is known. fps: of an array, frames a second.
     """
 
     kind: MediaKind
@@ -63,6 +65,7 @@ class Medium(Record):
     )
     url: Annotated[str, Field(min_length=8, max_length=4096)] | None = None
     mime: str | None = Field(default=None, max_length=64)
+    fps: Float = Field(default=24.0, gt=0, le=1000)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -87,13 +90,16 @@ def mime_of(kind: MediaKind, data: bytes, shown: str) -> str:
     raise InvalidField(kind, shown, f"a file of {', '.join(known)}; it begins with {data[:8]!r}")
 
 
-def check_media(media: Sequence[Medium], messages: Sequence[ChatMessage] | None) -> None:
-    """Raises ValueError unless the media match the places in `messages` and together fit into a job."""
+def check_media(media: Sequence[Medium], messages: Sequence[ChatMessage] | None, *, before: bool = False) -> None:
+    """Raises ValueError unless the media match the places in `messages` and together fit into a job.
+
+    before: there may be places in tokens before the messages, whose media come first.
+    """
     if (total := sum(len(medium.data or b"") for medium in media)) > MAX_MEDIA_BYTES:
         raise ValueError(f"media: {total} bytes together, at most {MAX_MEDIA_BYTES}")
     if messages is None:
         return  # a prompt of ids or text has the model's own placeholders, which only the model's processor knows
     places = [kind for message in messages for kind in message.media]
     kinds = [medium.kind for medium in media]
-    if places != kinds:
+    if places != (kinds[max(0, len(kinds) - len(places)) :] if before else kinds):
         raise ValueError(f"media: {kinds or 'none'} for places of {places or 'none'} in messages")

@@ -57,7 +57,8 @@ class SamplingParams(Record):
         its text has a match. docs/generation.md says which of several stops wins.
     stop_token_sequences: each of these runs of token ids ends the sample. They need no tokenizer.
     include_stop: whether the result contains the stop that ended the sample. False removes it with its logprobs: the
-        token, or every token that has a part of the matched text. `text` then ends where the match begins.
+        token, or every token that has a part of the matched text. `text` then ends where the match begins. "token"
+        does that to matched texts and runs of tokens, and keeps a single token: the model's own end, `stop_token_ids`.
     ignore_eos: the model's own end-of-sequence tokens do not end the sample.
     json_schema, regex, ebnf: at most one of them. The whole text of the sample follows it. A JSON schema is JSON text.
     logit_bias: token id -> number that is added to its logit before sampling. -10,000 excludes the token, as long as
@@ -83,7 +84,7 @@ class SamplingParams(Record):
     stop_token_sequences: Items[Annotated[Items[TokenId], Field(min_length=1, max_length=256)]] = Field(
         default=(), max_length=32
     )
-    include_stop: bool = True
+    include_stop: bool | Literal["token"] = True
     ignore_eos: bool = False
     json_schema: str | None = Field(default=None, min_length=1, max_length=1 << 20)
     regex: str | None = Field(default=None, min_length=1, max_length=1 << 16)

@@ -166,4 +166,4 @@ def _findings(result: Any) -> str:
     if result["clean"]:
         compared = f"{result['compared']} tensors as the trainer sent them" if result["compared"] else ""
         return f"clean: {compared or 'nothing to compare with (' + str(result['not_compared']) + ')'}"
-    return "; ".join(f"{kind}: {', '.join(result[kind])}" for kind in ("wrong", "nonfinite", "zero") if result[kind])
+    return "; ".join(f"{kind}: {', '.join(result[kind])}" for kind in ("wrong", "nan", "inf", "zero") if result[kind])

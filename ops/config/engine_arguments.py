@@ -30,10 +30,10 @@ def engine(name: str, why: str = "") -> Rule:
 
 def when(wanted: bool, told: Told) -> Rule:
     """A switch that sets something in one of its positions only."""
-    return Rule(lambda value: dict(told) if _switch(value) is wanted else {})
+    return Rule(lambda value: dict(told) if switch(value) is wanted else {})
 
 
-def _switch(value: Any, allowed: str = "true or false") -> bool:
+def switch(value: Any, allowed: str = "true or false") -> bool:
     if not isinstance(value, bool):
         raise ValueError(allowed)
     return value
@@ -49,7 +49,7 @@ def dtype(value: Any) -> Told:
 def eager(value: Any) -> Told:
     """Read eager mode: True turns CUDA graphs off."""
     off = {"engine.cuda_graph": False, "engine.prefill_cuda_graph": False}
-    return off if _switch(value) else {"engine.cuda_graph": True}
+    return off if switch(value) else {"engine.cuda_graph": True}
 
 
 def max_running(value: Any) -> Told:
@@ -77,7 +77,7 @@ def _one(reason: str) -> Rule:
 
 
 def _not(setting: str) -> Rule:
-    return Rule(lambda value: {setting: not _switch(value)})
+    return Rule(lambda value: {setting: not switch(value)})
 
 
 def _experts(value: Any) -> Told:
@@ -99,7 +99,7 @@ def _model(value: Any) -> Told:
 
 
 def _memory_saver(value: Any) -> Told:
-    on = _switch(value, "true or false; engine.memory_saver can be backup, too")
+    on = switch(value, "true or false; engine.memory_saver can be backup, too")
     return {"engine.memory_saver": "on" if on else "off"}
 
 
@@ -112,6 +112,23 @@ def off(why: str, *switches: str) -> Rule:
         return {}
 
     return Rule(read)
+
+
+def count(setting: str, why: str = "", more: int = 0, least: int = 1) -> Rule:
+    """A count, which becomes the setting with so many more. least: 0 where that stands for no limit."""
+
+    def read(value: Any) -> Told:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"a whole number, at least {least}")
+        return {setting: value + more} if value else {}
+
+    return Rule(read, why)
+
+
+def positive(values: Mapping[str, Any], key: str) -> int | None:
+    """The count at a key of a block, for rules that depend on several keys; None for anything else."""
+    value = values.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 EPISODES = Rule(why="how episodes are played and trained on is the trainer's")
@@ -174,6 +191,7 @@ SGLANG: Mapping[str, Rule] = {
     "disable_prefill_cuda_graph": _not("engine.prefill_cuda_graph"),
     "disable_overlap_schedule": _not("engine.overlap_schedule"),
     "enable_lora": LORA_SWITCH,
+    "enable_eplb": Rule(why="experts stay where they are, so that new weights find them: the samples are the same"),
     **dict.fromkeys(("host", "port"), Rule(why="the engine has no port")),
 }
 """SGLang's own arguments that have a setting of this package, or none. All others are passed on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...messages.errors import ConfigError
 from ...messages.nearest import nearest
 from . import skyrl, verl
 from .document import read_document
-from .interpolation import Resolver
+from .interpolation import CannotResolve, Resolver
 from .settings import PLAIN_JOB, SECTIONS, Settings, hidden
 from .sources import apply, from_environment, from_flags
 from .translate import Block, Explained
@@ -52,7 +53,7 @@ def explain(file: Path, environment: Mapping[str, str] | None = None) -> Explain
     ours = document
     if block is not None:
         module = skyrl if block.kind == "skyrl" else verl
-        explained.translate(block.values, module.table(block.values), block.path)
+        explained.translate(block.values, module.table(_resolved(block, explained.resolver)), block.path)
         _around(explained, document, block, module.BESIDE)
         ours = document.get(OWN) or {}
     elif OWN in document:
@@ -60,6 +61,15 @@ def explain(file: Path, environment: Mapping[str, str] | None = None) -> Explain
     _own(explained, ours, (OWN,) if ours is not document else ())
     _check(explained)
     return explained
+
+
+def _resolved(block: Block, resolver: Resolver) -> dict[str, Any]:
+    """The block's values for rules that depend on several keys; those that cannot be resolved as they are."""
+    found = dict(block.values)
+    for key, value in found.items():
+        with suppress(CannotResolve):  # its own fate says so
+            found[key] = resolver.value(value, (*block.path, key))
+    return found
 
 
 def find_block(document: Mapping[str, Any], file: Path) -> Block | None:
@@ -134,13 +144,14 @@ def _around(
     values = document
     for depth, part in enumerate(block.path):
         for key, value in values.items():
-            if key != part and not (depth == 0 and key == OWN):
+            here = (*block.path[:depth], key)
+            if key != part and here not in beside and here != (OWN,):
                 shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, Mapping | list) else value
-                used = any(path[: depth + 1] == (*block.path[:depth], key) for path in beside)
+                used = any(path[: depth + 1] == here for path in beside)
                 why = "for the trainer, but for what is listed above" if used else "for the trainer"
                 if key == "defaults" and depth == 0:
                     why = "Hydra composes files: write out what it composed (--cfg job --resolve) to have all of it"
-                explained.ignore((*block.path[:depth], key), shown, why)
+                explained.ignore(here, shown, why)
         values = values[part]
 
 

@@ -1,29 +1,49 @@
 """Settings by name, each with its source, and the objects built from them.
 
 Names: worker.* (WorkerConfig), engine.* (SGLangConfig; engine.extra.* are SGLang's own arguments), job.* and eval.*
-(what a trainer submits: fields of GenerateJob, sampling.* and logprobs.* below them), publisher.* (WeightPublisher).
+(what a trainer submits: fields of GenerateJob, sampling.* and logprobs.* below them), publisher.* (WeightPublisher),
+group.* (GroupRules), episodes.* (EpisodeLimits), tools.* (a file of tools, and ToolLimits).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import GenerateJob, LogprobOptions, SamplingParams, as_invalid_field
 from ...messages.nearest import nearest
 from ...messages.redis import DEFAULT_URL, parse_shards, redacted
+from ...producer import EpisodeLimits, GroupRules
+from ...producer.data import ToolLimits, ToolRegistry
 from ...sync.transfer import SyncSettings
 from ...worker.config import WorkerConfig
 from ...worker.sglang import OWNED_ARGUMENTS, SGLangConfig, check_extra, check_parallelism
 
 Model = TypeVar("Model", bound=BaseModel)
-SECTIONS = ("worker", "engine", "job", "eval", "publisher")
-MODELS: Mapping[str, type[BaseModel]] = {"worker": WorkerConfig, "engine": SGLangConfig, "publisher": SyncSettings}
+Made = TypeVar("Made", GroupRules, EpisodeLimits, ToolLimits)
+SECTIONS = ("worker", "engine", "job", "eval", "publisher", "group", "episodes", "tools")
+
+
+def _model_of(made: type[Any], **others: Any) -> type[BaseModel]:
+    """A model of a dataclass' fields, but for those that are code. others: more fields, or other types of these."""
+    hints = get_type_hints(made)
+    plain = {it.name: (hints[it.name], it.default) for it in fields(made) if "Callable" not in str(hints[it.name])}
+    return create_model(made.__name__, __config__=ConfigDict(extra="forbid", strict=True), **(plain | others))
+
+
+MODELS: Mapping[str, type[BaseModel]] = {
+    "worker": WorkerConfig,
+    "engine": SGLangConfig,
+    "publisher": SyncSettings,
+    "group": _model_of(GroupRules),
+    "episodes": _model_of(EpisodeLimits, on_full=(Literal["stop", "truncate"], "stop")),
+    "tools": _model_of(ToolLimits, path=(str | None, None)),
+}
 """Sections whose settings are the fields of a model, with their defaults and help."""
 SETTING_OF: Mapping[str, str] = {
     "mem_fraction_static": "mem_fraction",
@@ -121,6 +141,28 @@ class Settings:
         worker = self.worker()
         return {"redis_url": worker.redis_url, "pool": worker.pool, **self._section("publisher")}
 
+    def group_rules(self, **code: Any) -> GroupRules:
+        """The rules of a feed. code: more of its fields, such as score. Raises InvalidField."""
+        return self._made(GroupRules, "group", code)
+
+    def episode_limits(self, **code: Any) -> EpisodeLimits:
+        """Limits for `RolloutClient.episodes`. code: more of its fields, such as on_full. Raises InvalidField."""
+        return self._made(EpisodeLimits, "episodes", code)
+
+    def tools(self) -> ToolRegistry:
+        """The tools of the file at tools.path, or none; see `ToolRegistry.load`. Raises InvalidField, ConfigError."""
+        limits, path = self._made(ToolLimits, "tools"), self.said.get("tools.path")
+        if path is None or path.value is None:
+            return ToolRegistry(limits=limits)
+        return ToolRegistry.load(path.value, limits)
+
+    def _made(self, made: type[Made], section: str, code: Mapping[str, Any] | None = None) -> Made:
+        checked = self._model(MODELS[section], section, self._section(section))
+        try:
+            return made(**{**checked.model_dump(exclude_unset=True, exclude={"path"}), **(code or {})})
+        except InvalidField as error:
+            raise self._with_source(error, section) from None
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """(name of a setting or section, what is wrong with it), for each error that building all of them raises."""
         left = Settings({"engine.model": Setting("any", "nobody"), **self.said})
@@ -130,6 +172,9 @@ class Settings:
             "job": left.job,
             "eval": lambda: left.job("eval"),
             "publisher": lambda: left._model(SyncSettings, "publisher", left._section("publisher")),
+            "group": left.group_rules,
+            "episodes": left.episode_limits,
+            "tools": lambda: left._made(ToolLimits, "tools"),
         }
         for section, build in builds.items():
             while (problem := left._problem(section, build)) is not None:

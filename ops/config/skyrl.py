@@ -7,19 +7,39 @@ ppo_base_config.yaml and the inference_engine fields that were directly under `g
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...messages.dialects import Rule
 from . import engine_arguments as engine
-from .engine_arguments import SGLANG, VLLM, VLLM_OTHER, Told
+from .engine_arguments import SGLANG, VLLM, VLLM_OTHER, Told, positive, switch
 from .translate import Arguments, Sampling, Table
 
+log = logging.getLogger(__name__)
 _HTTP = Rule(why="for HTTP, where no worker listens")
-_NO_HTTP = "false: nothing of the pool listens on HTTP; SkyRLEngine.chat_completion and .completion take such bodies"
+_NO_HTTP = "nothing of the pool listens on HTTP: SkyRLEngine.chat_completion and .completion take such bodies"
 _VLLM = Rule(why="about vLLM's processes")
 _RENDERED = Rule(why="SkyRL's generator renders conversations itself, and sends ids")
+_TRAINED_ON = Rule(why="what is trained on is the trainer's; a result's finish_reason says how it ended")
+
+
+def _endpoint(value: Any) -> Told:
+    """Nothing is set. A whole file is not refused for what its jobs do without, but it is told at every load."""
+    if switch(value):
+        log.warning("enable_http_endpoint=true is not served here: %s", _NO_HTTP)
+    return {}
+
+
+def _input_length(block: Mapping[str, Any]) -> Rule:
+    """SkyRL ends a conversation when its input is longer, so the last answer comes on top."""
+    longest, sampling = positive(block, "max_input_length"), block.get("sampling_params")
+    answer = positive(sampling, "max_generate_length") if isinstance(sampling, Mapping) else None
+    if longest is None or answer is None:
+        return engine.PROMPTS
+    return Rule(lambda _: {"episodes.tokens": longest + answer}, "with sampling_params.max_generate_length on top")
 
 
 def _backend(value: Any) -> Told:
@@ -39,10 +59,8 @@ def _gigabytes(value: Any) -> Told:
 
 _POOL = ("run_engines_locally", "external_proxy_url", "external_server_urls", "remote_urls")
 _PLAYED = (
-    *("max_turns", "use_conversation_multi_turn", "append_eos_token_after_stop_str_in_multi_turn"),
-    *("zero_reward_on_non_stop", "apply_overlong_filtering", "step_wise_trajectories", "merge_stepwise_output"),
-    *("vision_language_generator", "rate_limit", "task", "miniswe_config_path"),
-    *("enable_child_agents", "train_child_trajectories"),
+    *("step_wise_trajectories", "merge_stepwise_output", "vision_language_generator", "rate_limit", "task"),
+    *("miniswe_config_path", "enable_child_agents", "train_child_trajectories"),
 )
 
 
@@ -51,10 +69,10 @@ def _engine(*, vllm: bool) -> dict[str, Any]:
         **engine.TRAINERS,
         **dict.fromkeys(_POOL, engine.CLUSTER),
         **dict.fromkeys(("http_endpoint_host", "http_endpoint_port"), _HTTP),
-        "enable_http_endpoint": Rule(refuse=_NO_HTTP, unless=(False,)),
+        "enable_http_endpoint": Rule(_endpoint, _NO_HTTP),
         "model_dtype": engine.DTYPE,
         "serialized_weight_sync_mode": Rule(refuse="weights travel in the dtype that the trainer gives them"),
-        "num_engines": Rule(why="as many workers as you start; they may come and go"),
+        "num_engines": Rule(why="as many workers as you start, whatever the trainer's GPUs; they may come and go"),
         "backend": engine.ENGINES,
         "weight_sync_backend": Rule(_backend, "NCCL, CUDA IPC or TCP, as the hosts have it"),
         "weight_transfer_threshold_cuda_ipc_GB": Rule(_gigabytes),
@@ -101,6 +119,10 @@ def table(block: Mapping[str, Any]) -> Table:
         **before,
         **_AGENT,
         **dict.fromkeys(_PLAYED, engine.EPISODES),
+        "max_turns": _TURNS,
+        **dict.fromkeys(("zero_reward_on_non_stop", "apply_overlong_filtering"), _TRAINED_ON),
+        "use_conversation_multi_turn": _RENDERED,
+        "append_eos_token_after_stop_str_in_multi_turn": _RENDERED,
         "inference_engine": now,
         "model_name": engine.MODEL,
         "n_samples_per_prompt": Rule(lambda value: {"job.n": value}),
@@ -108,12 +130,13 @@ def table(block: Mapping[str, Any]) -> Table:
         "sampling_params": Sampling("job", "skyrl"),
         "eval_sampling_params": Sampling("eval", "skyrl"),
         "batched": Rule(why="requests are batched by the engine, as they come"),
-        "max_input_length": engine.PROMPTS,
+        "max_input_length": _input_length(block),
         **dict.fromkeys(("chat_template", "chat_template_kwargs"), _RENDERED),
         "use_cache_salt": Rule(why="prefixes are never shared across weights versions"),
     }
 
 
+_TURNS = engine.count("episodes.turns", "answers of the model in an episode")
 _AGENT: Table = {
     "infer_backend": engine.ENGINES,
     "backend_config": {
@@ -127,9 +150,10 @@ _AGENT: Table = {
         "sampling_params": Sampling("eval", "skyrl"),
     },
     "max_prompt_length": engine.PROMPTS,
+    "max_iterations": _TURNS,
     **dict.fromkeys(
         (
-            *("max_iterations", "early_step_threshold", "enable_turn_reminder", "vision_is_active", "profile_tools"),
+            *("early_step_threshold", "enable_turn_reminder", "vision_is_active", "profile_tools"),
             *("remove_think_tokens", "qwen3_enable_thinking", "qwen3_acc_thinking", "debug_log"),
         ),
         engine.EPISODES,
@@ -139,6 +163,8 @@ _AGENT: Table = {
 BESIDE: Mapping[tuple[str, ...], Rule] = {
     ("trainer", "policy", "model", "path"): engine.MODEL,
     ("trainer", "policy", "model", "lora", "rank"): engine.LORA_RANK,
-    ("trainer", "placement", "colocate_all"): engine.SLEEPS,
+    ("trainer", "placement", "colocate_all"): replace(
+        engine.SLEEPS, why="for sleep and wake; weights go by CUDA IPC wherever trainer and engine share a GPU"
+    ),
 }
 """Keys outside the block that an engine needs."""

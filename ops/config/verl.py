@@ -11,7 +11,7 @@ from typing import Any
 
 from ...messages.dialects import RULES, Rule
 from . import engine_arguments as engine
-from .engine_arguments import SGLANG, Told, off, when
+from .engine_arguments import SGLANG, Told, off, positive, when
 from .translate import Arguments, Sampling, Table
 
 _TRAINER = Rule(why="about the trainer's own forward passes")
@@ -46,6 +46,62 @@ def _images(value: Any) -> Told:
     return {"engine.extra.limit_mm_data_per_request": {"image": value}}
 
 
+def _lengths(block: Mapping[str, Any]) -> Rule:
+    """What prompt_length says of the longest prompt and answer together."""
+    prompt, answer = positive(block, "prompt_length"), positive(block, "response_length")
+    if prompt is None or answer is None:
+        return engine.PROMPTS
+    arguments = block.get("engine_kwargs")
+    own = arguments.get("sglang") if isinstance(arguments, Mapping) else None
+    given = block.get("max_model_len") is not None or (isinstance(own, Mapping) and "context_length" in own)
+    # Where verl composed the file its servers read null as the model's own context, and so do engines here.
+    told = {} if given or "_target_" in block else {"engine.context_length": prompt + answer}
+    if _turns(block) is not None:
+        told["episodes.tokens"] = prompt + answer
+    return Rule(
+        lambda _: told,
+        "the longest prompt and answer" if told else "an engine takes max_model_len, or all the model can",
+    )
+
+
+def _turns(block: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The settings of conversations of many turns; None where they are off."""
+    given = block.get("multi_turn")
+    return given if isinstance(given, Mapping) and given.get("enable") is True else None
+
+
+def _multi_turn(block: Mapping[str, Any]) -> Table:
+    given = _turns(block)
+    if given is None:
+        return dict.fromkeys(MULTI_TURN, Rule(why="one turn only: multi_turn.enable is not true"))
+    answers, users = positive(given, "max_assistant_turns"), positive(given, "max_user_turns")
+    users_first = users is not None and (answers is None or users + 1 < answers)
+    sooner = Rule(why="the other limit of turns comes first")
+    enable = Rule(why="the keys below say what is allowed")
+    if answers is users is None and (most := positive(block, "response_length")):
+        enable = Rule(lambda _: {"episodes.turns": most}, "no limit but response_length, of a token for each turn")
+    return {
+        "_target_": _TARGET,
+        "enable": enable,
+        "max_assistant_turns": sooner if answers and users_first else engine.count("episodes.turns", least=0),
+        "max_user_turns": sooner
+        if users and not users_first
+        else engine.count("episodes.turns", "an answer to the prompt, and one to each", more=1, least=0),
+        "max_parallel_calls": engine.count("tools.max_parallel_calls"),
+        "max_tool_response_length": engine.count("tools.max_response_length", "characters"),
+        "tool_response_truncate_side": Rule(lambda value: {"tools.truncate_side": value}),
+        "tool_config_path": Rule(lambda value: {"tools.path": value}),
+        "function_tool_path": Rule(why="functions are named in tool_config_path, as class_path"),
+        "interaction_config_path": Rule(why="what answers the model is the environment that client.episodes gets"),
+        "format": Rule(lambda value: {"job.tool_parser": value, "eval.tool_parser": value}),
+        **dict.fromkeys(
+            ("use_inference_chat_template", "tokenization_sanity_check_mode"),
+            Rule(why="a turn goes on behind the tokens that were sampled: nothing is tokenised again"),
+        ),
+        "num_repeat_rollouts": engine.EPISODES,
+    }
+
+
 def table(block: Mapping[str, Any]) -> Table:
     """The rules for a `rollout:` block."""
     greedy = block.get("do_sample") is False
@@ -62,7 +118,7 @@ def table(block: Mapping[str, Any]) -> Table:
         "temperature": Rule(why="do_sample=false is greedy, whatever this says") if greedy else job("temperature"),
         **{name: job(name) for name in _SAMPLED},
         "sampling_kwargs": Sampling("job", "verl"),
-        "prompt_length": engine.PROMPTS,
+        "prompt_length": _lengths(block),
         "calculate_log_probs": job("return_logprob"),
         "enable_rollout_routing_replay": engine.ROUTED_EXPERTS,
         "val_kwargs": Sampling("eval", "verl"),
@@ -112,10 +168,10 @@ def table(block: Mapping[str, Any]) -> Table:
         "layer_name_map": Rule(why="names are mapped by WeightPublisher(rename=...)"),
         "use_shm": Rule(why="models are loaded from where they are"),
         # the trainer's
-        "over_sample_rate": Rule(why="how many samples are enough is the trainer's: it cancels the rest"),
+        "over_sample_rate": Rule(lambda value: {"group.over_sample_rate": value}, "what a feed's batch can do without"),
         **dict.fromkeys(_FORWARD, _TRAINER),
         "custom": engine.EPISODES,
-        "multi_turn": dict.fromkeys(MULTI_TURN, engine.EPISODES),
+        "multi_turn": _multi_turn(block),
         "agent": dict.fromkeys(AGENT, engine.EPISODES),
         **dict.fromkeys(("trace", "skip"), _TRACES),
         **dict.fromkeys(("skip_rollout", "skip_dump_dir"), _TRACES),
@@ -139,6 +195,7 @@ AGENT = (
     "agent_loop_manager_class",
 )
 BESIDE: Mapping[tuple[str, ...], Rule] = {
+    ("model_path",): engine.MODEL,
     ("actor_rollout_ref", "model", "path"): engine.MODEL,
     ("actor_rollout_ref", "model", "trust_remote_code"): when(True, {"engine.extra.trust_remote_code": True}),
     ("actor_rollout_ref", "model", "lora_rank"): engine.LORA_RANK,

@@ -26,11 +26,20 @@ OPTIONAL = {
 }
 """Package -> the extra that brings it."""
 _ASK_TORCH = """
-import json, torch
-there = torch.cuda.is_available()
+import json, os, torch
+os.environ["USE_PYTORCH_KERNEL_CACHE"] = "0"
+there, unusable = torch.cuda.is_available(), None
 nccl = torch.cuda.nccl.version() if there else None
-print(json.dumps({"cuda": torch.version.cuda, "available": there, "nccl": ".".join(map(str, nccl)) if nccl else None}))
+try:
+    if there:
+        kernel = "template <typename T> T twice(T x) { return x + x; }"
+        torch.cuda.jiterator._create_jit_fn(kernel)(torch.ones(1, device="cuda"))
+except Exception as error:
+    unusable = str(error) or repr(error)
+nccl = ".".join(map(str, nccl)) if nccl else None
+print(json.dumps({"cuda": torch.version.cuda, "available": there, "nccl": nccl, "unusable": unusable}))
 """
+"""What torch says of itself. It compiles a kernel as it does while it runs: by NVRTC, whose libraries it loads then."""
 
 
 def engine_findings(*, has_gpu: bool) -> tuple[bool, list[Finding]]:
@@ -89,7 +98,20 @@ def _torch(release: str | None, *, has_gpu: bool) -> list[Finding]:
         built = f"built for CUDA {facts['cuda']}" if facts["cuda"] else "built without CUDA"
         advice = "Install a torch for a CUDA that the driver supports, and look at CUDA_VISIBLE_DEVICES."
         return [Finding("torch", "problem", f"{release}, {built}, sees no GPU", advice)]
-    return [Finding("torch", "ok", f"{release}, CUDA {facts['cuda']}"), Finding("nccl", "ok", str(facts["nccl"]))]
+    known = [Finding("torch", "ok", f"{release}, CUDA {facts['cuda']}"), Finding("nccl", "ok", str(facts["nccl"]))]
+    return [*known, _nvrtc(facts["unusable"])]
+
+
+def _nvrtc(unusable: str | None) -> Finding:
+    if unusable is None:
+        return Finding("nvrtc", "ok", "compiles kernels")
+    told = " ".join(unusable.split())[:200]
+    if "nvrtc" not in told.lower():
+        return Finding("nvrtc", "warning", f"could not be tried: {told}", "Try again while the GPU has memory free.")
+    advice = (
+        "Put the folder that has libnvrtc on LD_LIBRARY_PATH ($CONDA_PREFIX/lib with conda), or install torch again."
+    )
+    return Finding("nvrtc", "problem", f"no kernel can be compiled: {told}", advice)
 
 
 def _extras() -> Finding:

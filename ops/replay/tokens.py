@@ -247,7 +247,7 @@ def _end(recorded: Recorded, part: Part) -> _End:
     run.absorb(run.leg, part.output, 0.0)
     if (run.finish_reason, run.kept, run.matched_stop) == (result.finish_reason, part.end, result.matched_stop):
         return _End(result.finish_reason)
-    if result.finish_reason == "stop" and not run.job.sampling.include_stop:
+    if result.finish_reason == "stop" and run.job.sampling.include_stop is not True:
         return _End(unproved=("its result does not have the stop's tokens, and newer weights may have sampled them",))
     if run.finish_reason != result.finish_reason:
         return _End(run.finish_reason or "")

@@ -2,6 +2,7 @@
 
 from . import tasks
 from .batch import Prompt, as_jobs, generate, prompt_fields
+from .last_workers import LastWorkers
 from .loops import Groups, Mapped, Results
 from .session import GIVEN, History, Session
 from .stream import Delta, Streams
@@ -12,6 +13,7 @@ __all__ = [
     "Delta",
     "Groups",
     "History",
+    "LastWorkers",
     "Mapped",
     "Prompt",
     "Results",

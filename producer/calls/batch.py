@@ -14,6 +14,7 @@ from ...messages.broker import Reply
 from ...messages.errors import InvalidField, PoolBusy, WaitTimeout
 from ...messages.model import MAX_TOKENS, ChatMessage, GenerateJob
 from ..core import ClientCore
+from ..data import from_openai
 from ..inbox import Group, as_group
 
 WINDOW = 4096
@@ -26,8 +27,19 @@ Prompt = str | Sequence[int] | npt.NDArray[Any] | Messages
 ALLOWED = "token ids, a text, or messages ({'role': …, 'content': …}, …)"
 
 
+def _media_in(message: Any) -> bool:
+    """Whether a message brings media, as OpenAI's do, and not only places for them."""
+    parts = message.get("content") if isinstance(message, Mapping) else None
+    return isinstance(parts, list | tuple) and any(
+        isinstance(part, Mapping) and part.keys() - {"type", "text"} for part in parts
+    )
+
+
 def prompt_fields(prompt: Any, name: str = "prompt") -> dict[str, Any]:
-    """The field of GenerateJob for it. Raises InvalidField naming `name`."""
+    """The field of GenerateJob for it, and `media` for messages that bring some. Raises InvalidField naming `name`.
+
+    Media at a URL are left to the workers, and a message may name no path.
+    """
     if isinstance(prompt, str):
         return {"text": prompt}
     count = prompt.size if isinstance(prompt, np.ndarray) else len(prompt) if isinstance(prompt, Sequence) else 0
@@ -37,6 +49,9 @@ def prompt_fields(prompt: Any, name: str = "prompt") -> dict[str, Any]:
         return {"token_ids": prompt}
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and len(prompt):
         if all(isinstance(item, ChatMessage | Mapping) for item in prompt):
+            if any(_media_in(item) for item in prompt):
+                messages, media = from_openai(prompt, urls="worker")
+                return {"messages": messages, "media": media}
             return {"messages": tuple(prompt)}
         if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in prompt):
             return {"token_ids": [int(item) for item in prompt]}

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -16,7 +16,15 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ...messages.arguments import checks_arguments
 from ...messages.errors import InvalidField, RolloutMQError, WaitTimeout
 from ...messages.ids import new_id
-from ...messages.model import ChatMessage, GenerateJob, RolloutResult, TokenIds, TurnFields, as_invalid_field
+from ...messages.model import (
+    ChatMessage,
+    GenerateJob,
+    Medium,
+    RolloutResult,
+    TokenIds,
+    TurnFields,
+    as_invalid_field,
+)
 from ..core import ClientCore
 from ..inbox import Handle
 from .batch import Prompt, prompt_fields
@@ -30,18 +38,28 @@ SETTLE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Columns of one length: token_ids: (n,) int32. mask: (n,) uint8. logprobs: (n,) float32. versions: (n,) int64."""
+    """Columns of one length: token_ids: (n,) int32. mask: (n,) uint8. logprobs: (n,) float32. versions: (n,) int64.
+
+    shown: the media in order, each with the start and the end of the given tokens that have its place.
+    """
 
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     mask: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     versions: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    shown: tuple[tuple[int, int, Medium], ...] = ()
 
-    def given(self, ids: npt.NDArray[np.int32]) -> History:
-        """This history, followed by tokens that were not generated."""
-        n = len(ids)
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        """All media, as `GenerateJob.media` takes them."""
+        return tuple(one for _, _, one in self.shown)
+
+    def given(self, ids: npt.NDArray[np.int32], media: Sequence[Medium] = ()) -> History:
+        """This history, followed by tokens that were not generated. media: those that have places in them."""
+        start, n = len(self.token_ids), len(ids)
         logprobs = np.full(n, np.nan, np.float32)
-        return self._then(ids, np.zeros(n, np.uint8), logprobs, np.full(n, GIVEN, np.int64))
+        after = self._then(ids, np.zeros(n, np.uint8), logprobs, np.full(n, GIVEN, np.int64))
+        return replace(after, shown=(*self.shown, *((start, start + n, one) for one in media)))
 
     def generated(self, result: RolloutResult) -> History:
         """This history, followed by a result."""
@@ -50,12 +68,16 @@ class History:
         return self._then(result.token_ids, np.ones(n, np.uint8), logprobs, versions_of(result.segments))
 
     def upto(self, end: int) -> History:
-        """Its first `end` tokens."""
-        return History(self.token_ids[:end], self.mask[:end], self.logprobs[:end], self.versions[:end])
+        """Its first `end` tokens, and their media. Raises InvalidField for an end amid a prompt with media."""
+        for start, stop, one in self.shown:
+            if start < end < stop:
+                raise InvalidField("end", end, f"outside of {start} to {stop}, where the place of an {one.kind} is")
+        shown = tuple(each for each in self.shown if each[1] <= end)
+        return History(self.token_ids[:end], self.mask[:end], self.logprobs[:end], self.versions[:end], shown)
 
     def _then(self, *more: npt.NDArray[Any]) -> History:
         mine: tuple[npt.NDArray[Any], ...] = (self.token_ids, self.mask, self.logprobs, self.versions)
-        return History(*(np.concatenate([one, new]) for one, new in zip(mine, more, strict=True)))
+        return History(*(np.concatenate([one, new]) for one, new in zip(mine, more, strict=True)), self.shown)
 
 
 _TOKEN_IDS: TypeAdapter[npt.NDArray[np.int32]] = TypeAdapter(TokenIds, config=ConfigDict(arbitrary_types_allowed=True))
@@ -86,8 +108,9 @@ class Session:
     leaves the history as it was.
 
     No token is ever decoded and encoded again. A turn's prompt is the history's tokens, followed by what the worker
-    made of the new text or messages. Messages need a chat template that renders turns one after the other; another
-    template is refused. A template cannot leave out old reasoning here.
+    made of the new text or messages. Each turn's job has all media so far, so a job's limits are the conversation's.
+    Messages need a chat template that renders turns one after the other; another template is refused. A template cannot
+    leave out old reasoning here.
     """
 
     def __init__(
@@ -242,11 +265,14 @@ class Session:
             given = {"messages": (*self._opening, *given["messages"])}
         if not given and not len(history):
             raise InvalidField("prompt", prompt, "something to go on from: the session is empty")
+        of_all = fields.pop("media", ()) if "media" in given_fields or not len(history) else ()
+        media = (*self._history.media, *(given.pop("media", ()) or of_all))
         if not given or "token_ids" in given:
             given = {"token_ids": np.concatenate([history, _ids("prompt", given.get("token_ids", ()))])}
         elif len(history):
             given["context_ids"] = history
-        return GenerateJob.build(**fields | given)
+        fields.pop("media", None)
+        return GenerateJob.build(**fields | given | ({"media": media} if media else {}))
 
     async def _give_up(self, turn: Handle) -> None:
         """Cancel a turn, and drop what still comes of it."""
@@ -259,7 +285,8 @@ class Session:
         known = self._history.token_ids
         if prompt is None or not np.array_equal(prompt[: len(known)], known):
             raise RolloutMQError(f"session {self.session_id}: the worker's prompt does not begin with the history")
-        self._history = self._history.given(prompt[len(known) :]).generated(result)
+        new = job.media[len(self._history.media) :]
+        self._history = self._history.given(prompt[len(known) :], new).generated(result)
         self.worker = result.worker_id
 
     @contextlib.contextmanager

@@ -6,12 +6,13 @@ from .masks import Turn, loss_mask, prompt_tokens, response_mask, scatter, turn_
 from .media import chat_job, from_openai, medium
 from .tool_class import ToolAnswer, ToolClass
 from .tool_files import read_tool
-from .tools import ToolOutcome, ToolRegistry, run_tool_calls
+from .tools import ToolLimits, ToolOutcome, ToolRegistry, run_tool_calls
 
 __all__ = [
     "Decoder",
     "ToolAnswer",
     "ToolClass",
+    "ToolLimits",
     "ToolOutcome",
     "ToolRegistry",
     "Turn",

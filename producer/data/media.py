@@ -9,11 +9,14 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import struct
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from ...messages.errors import InvalidField
@@ -31,6 +34,10 @@ def medium(
     """One medium from bytes, base64 text, a path (str or Path), a file:// , data: or http(s) URL, or a PIL image.
 
     A text is base64 if all of it is, and its bytes begin like a file of this kind. A text that names a file is a path.
+    A video may be an array or tensor of frames, of whole numbers 0 to 255, (frames, height, width, 3) or (frames, 3,
+    height, width), and audio an array of one channel's samples, (n,). Either may be the first of a pair: a video's
+    second is the metadata that qwen-vl-utils gives, else 24 frames a second are meant; audio's is the rate, else 16,000
+    a second. Both stay exactly as they are (audio as float32).
     urls: who fetches http(s). "worker" needs workers that allow the host by --media-host.
     hosts: the hosts that the client may fetch from, private ones too. None allows every public one.
     timeout: seconds for one fetch. Raises InvalidField for a source that cannot be read, is larger than 16 MiB, or is
@@ -38,6 +45,7 @@ def medium(
     """
     if isinstance(source, Medium):
         return source
+    fields: dict[str, Any] = {}
     if isinstance(source, str) and _scheme(source) in {"http", "https"}:
         if urls == "worker":
             try:
@@ -45,9 +53,12 @@ def medium(
             except ValidationError as error:
                 raise as_invalid_field(error) from None
         data = fetch(source, max_bytes=MAX_MEDIUM_BYTES, timeout_s=timeout, hosts=hosts)
+    elif (found := _of_array(kind, source)) is not None:
+        fields, data = found
     else:
         data = _bytes_of(kind, source)
-    return _checked(kind, data, str(source)[:80] if isinstance(source, str | Path) else type(source).__name__)
+    shown = str(source)[:80] if isinstance(source, str | Path) else type(source).__name__
+    return _checked(kind, data, shown, fields)
 
 
 def _bytes_of(kind: MediaKind, source: Any) -> bytes:
@@ -69,6 +80,42 @@ def _bytes_of(kind: MediaKind, source: Any) -> bytes:
     raise InvalidField(kind, source, allowed)
 
 
+def _of_array(kind: MediaKind, source: Any) -> tuple[dict[str, Any], bytes] | None:
+    """Fields of a Medium and a file, of frames or samples; None for another source."""
+    given, about = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
+    if kind == "image" or not hasattr(given, "shape"):
+        return None
+    allowed = "frames of whole numbers 0 to 255" if kind == "video" else "samples of one channel, or (samples, rate)"
+    try:
+        array = np.asarray(given)
+        if kind == "audio":
+            return {}, _wav(array.astype("<f4"), 16_000 if about is None else int(about))
+        about = {name: value for name, value in dict(about or {}).items() if value is not None}
+        whole = array.astype(np.uint8)
+        if not np.array_equal(whole, array):
+            raise ValueError("other numbers")
+        whole = whole if whole.shape[-1] == 3 else np.moveaxis(whole, 1, -1)
+        if whole.ndim != 4 or whole.shape[-1] != 3:
+            raise ValueError(f"shape {array.shape}")
+        fps = float(about.get("fps", 24.0))
+        if {"frames_indices", "total_num_frames"} <= about.keys():
+            fps *= len(about["frames_indices"]) / about["total_num_frames"]  # only these frames are here
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise InvalidField(kind, type(given).__name__, f"{allowed}: {error}") from error
+    out = io.BytesIO()
+    np.save(out, np.ascontiguousarray(whole))
+    return {"fps": fps}, out.getvalue()
+
+
+def _wav(samples: npt.NDArray[np.float32], rate: int) -> bytes:
+    """A WAV file of (n,) float32 samples, which the standard library cannot write."""
+    if samples.ndim != 1:
+        raise ValueError(f"shape {samples.shape}")
+    size = samples.nbytes
+    form = b"WAVE", b"fmt ", 16, 3, 1, rate, rate * 4, 4, 32
+    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + size, *form, b"data", size) + samples.tobytes()
+
+
 def _base64(kind: MediaKind, text: str) -> bytes | None:
     """The bytes of a medium that is written as base64 text; None for another text, such as a path."""
     try:
@@ -86,7 +133,7 @@ def _scheme(source: str) -> str:
 
 
 def from_openai(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any] | ChatMessage],
     *,
     files: Path | None = None,
     urls: Urls = "client",
@@ -103,6 +150,9 @@ def from_openai(
     found: list[Medium] = []
     chat: list[ChatMessage] = []
     for place, message in enumerate(messages):
+        if isinstance(message, ChatMessage):  # has no media: its places could only be for those given beside it
+            chat.append(message)
+            continue
         fields = dict(message)
         if isinstance(content := fields.get("content"), list | tuple):
             parts = []
@@ -197,7 +247,10 @@ def _decoded(data: str, shown: str) -> bytes:
         raise InvalidField("url", shown, f"base64: {error}") from error
 
 
-def _checked(kind: MediaKind, data: bytes, shown: str) -> Medium:
+def _checked(kind: MediaKind, data: bytes, shown: str, fields: Mapping[str, Any]) -> Medium:
     if not 0 < len(data) <= MAX_MEDIUM_BYTES:
         raise InvalidField(kind, shown, f"1 to {MAX_MEDIUM_BYTES} bytes, not {len(data)}")
-    return Medium(kind=kind, data=data, mime=mime_of(kind, data, shown))
+    try:
+        return Medium(kind=kind, data=data, mime=mime_of(kind, data, shown), **fields)
+    except ValidationError as error:
+        raise as_invalid_field(error) from None

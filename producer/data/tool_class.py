@@ -12,7 +12,8 @@ from typing import Any
 from uuid import uuid4
 
 from ...messages.errors import ConfigError
-from ...messages.model import Tool
+from ...messages.model import MediaKind, Medium, Tool
+from .media import medium
 
 log = logging.getLogger(__name__)
 RELEASE_S = 30.0
@@ -28,6 +29,7 @@ class ToolAnswer:
     reward: float | None = None
     state_reward: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    media: tuple[Medium, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +81,22 @@ class ToolClass:
         return ToolClass(self.tool, self.name, create_kwargs)
 
     async def __call__(self, **arguments: Any) -> ToolAnswer:
-        """One call, from `create` to `release`. Raises what they raise, and ValueError for an answer with media."""
+        """One call, from `create` to `release`. Raises what they raise, and InvalidField for what is no medium.
+
+        An answer's `image` and `video` are lists of what `medium` takes.
+        """
         instance_id = uuid4().hex
         try:
             created = await self.tool.create(instance_id, create_kwargs=dict(self.create_kwargs))
             instance_id = created[0] if isinstance(created, tuple) else created or instance_id
             executed = await self.tool.execute(instance_id, arguments)
             response, reward, metrics = executed if isinstance(executed, tuple) else (executed, None, None)
-            if getattr(response, "image", None) or getattr(response, "video", None):
-                raise ValueError("an answer with images or video: only its text fits a message of a tool")
+            media = await asyncio.to_thread(_media, response)
             content = getattr(response, "text", response)
             state_reward = await self.tool.calc_reward(instance_id)
         finally:
             await self._release(instance_id)
-        return ToolAnswer("" if content is None else content, reward, state_reward, metrics or {})
+        return ToolAnswer("" if content is None else content, reward, state_reward, metrics or {}, media)
 
     async def _release(self, instance_id: str) -> None:
         try:
@@ -100,3 +104,10 @@ class ToolClass:
                 await self.tool.release(instance_id)
         except Exception as error:  # of the user's own code
             log.warning("tool %s: release(%r) failed: %r", self.name, instance_id, error)
+
+
+def _media(response: Any) -> tuple[Medium, ...]:
+    """What a ToolResponse shows, pictures first. Encoding takes a while."""
+    kinds: tuple[MediaKind, ...] = "image", "video"
+    given = ((kind, one) for kind in kinds for one in getattr(response, kind, None) or ())
+    return tuple(medium(kind, one) for kind, one in given if one is not None)

@@ -8,16 +8,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from ...messages.arguments import whole_number
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.model import MAX_TEXT, ChatMessage, Tool, ToolCall
+from ...messages.model import MAX_TEXT, ChatMessage, Medium, Tool, ToolCall
 from .either import call_either, told
 from .mcp_server import McpServer
 from .tool_class import ToolAnswer, ToolClass
 from .tool_files import read_tool, read_tool_file
 
 Runner = Callable[..., Any]
+TruncateSide = Literal["left", "middle", "right"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class ToolOutcome:
     """The outcome of one call. content: the tool's answer, or the error as text for the model. seconds: duration.
 
     reward, state_reward, metrics: of a tool class in VERL's form, what its `execute` and `calc_reward` returned; else
-    None, None and {}.
+    None, None and {}. media: what the answer shows the model beside its text.
     """
 
     call: ToolCall
@@ -35,25 +37,64 @@ class ToolOutcome:
     reward: float | None = None
     state_reward: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    media: tuple[Medium, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether the tool ran and answered."""
         return self.error is None
 
-    def as_message(self) -> ChatMessage:
-        """The message of the next prompt that answers the call."""
-        return ChatMessage(role="tool", content=self.content, tool_call_id=self.call.id, name=self.call.name)
+    def as_message(self) -> ChatMessage | dict[str, Any]:
+        """The message of the next prompt that answers the call; with media, in OpenAI's form, media before text."""
+        about = {"role": "tool", "tool_call_id": self.call.id, "name": self.call.name}
+        if not self.media:
+            return ChatMessage(content=self.content, **about)
+        text = [{"type": "text", "text": self.content}] if self.content else []
+        return {**about, "content": [*({"type": one.kind, one.kind: one} for one in self.media), *text]}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolLimits:
+    """How much tools may do and say in a turn, in VERL's terms. Raises InvalidField.
+
+    max_parallel_calls: calls of a turn that run. The others are told to the model as errors. None: all of them run.
+    max_response_length: characters of an answer that the model is shown. None: all of them.
+    truncate_side: what is shown of a longer answer: "left" its beginning, "right" its end, "middle" both.
+    """
+
+    max_parallel_calls: int | None = None
+    max_response_length: int | None = None
+    truncate_side: TruncateSide = "middle"
+
+    def __post_init__(self) -> None:
+        for name in ("max_parallel_calls", "max_response_length"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
+        if self.truncate_side not in get_args(TruncateSide):
+            raise InvalidField("truncate_side", self.truncate_side, '"left", "middle" or "right"')
+
+    def shown(self, text: str) -> str:
+        """What the model is shown of an answer."""
+        most = self.max_response_length
+        if most is None or len(text) <= most:
+            return text
+        if self.truncate_side == "middle":
+            return f"{text[: most // 2]}...(truncated)...{text[len(text) - most // 2 :]}"
+        return f"{text[:most]}...(truncated)" if self.truncate_side == "left" else f"(truncated)...{text[-most:]}"
 
 
 class ToolRegistry:
-    """Tools by name. Each has a description for the model and a runner.
+    """Tools by name. Each has a description for the model and a runner. limits: for the calls of a turn.
 
     A runner is called with the arguments by name. It may be a coroutine function. Several calls may run at once.
     """
 
-    def __init__(self, tools: Mapping[str, tuple[Tool, Runner]] | None = None) -> None:
-        self._tools = dict(tools or {})
+    def __init__(
+        self,
+        tools: Mapping[str, tuple[Tool, Runner]] | None = None,
+        limits: ToolLimits = ToolLimits(),
+    ) -> None:
+        self._tools, self.limits = dict(tools or {}), limits
         self._servers: list[McpServer] = []
 
     def add(self, tool: Tool | Mapping[str, Any], runner: Runner) -> None:
@@ -73,7 +114,7 @@ class ToolRegistry:
         return self._tools[name][1] if name in self._tools else None
 
     @classmethod
-    def load(cls, path: str | Path) -> ToolRegistry:
+    def load(cls, path: str | Path, limits: ToolLimits = ToolLimits()) -> ToolRegistry:
         """The tools of a YAML (or JSON) file:
 
             tools:
@@ -86,7 +127,7 @@ class ToolRegistry:
         them, and blocks until they have named their tools; `close` disconnects them. The file decides which code runs
         in this process, so it must be the trainer's own. No message can change it. Raises ConfigError.
         """
-        registry = cls()
+        registry = cls(limits=limits)
         try:
             for where, tool, runner in read_tool_file(Path(path), registry._servers):
                 try:
@@ -116,8 +157,10 @@ async def run_tool_calls(
     its answer is dropped. An invalid call and a tool's exception each become an outcome with an error.
     tools_kwargs: for tool classes in VERL's form, its data field of that name: `{tool: {"create_kwargs": {...}}}`.
     """
-    kwargs = tools_kwargs or {}
-    return list(await asyncio.gather(*(_run(call, registry, timeout, kwargs) for call in calls)))
+    kwargs, most = tools_kwargs or {}, registry.limits.max_parallel_calls
+    ran = await asyncio.gather(*(_run(call, registry, timeout, kwargs) for call in calls[:most]))
+    error = f"only the first {most} calls of a turn are run"
+    return [*ran, *(ToolOutcome(call, f"Error: {error}", error) for call in calls[len(ran) :])]
 
 
 async def _run(
@@ -134,14 +177,14 @@ async def _run(
         async with asyncio.timeout(timeout):
             answer = await call_either(runner, **(call.arguments or {}))
             said = answer if isinstance(answer, ToolAnswer) else ToolAnswer(answer)
-            text = _as_text(said.content)
+            text = registry.limits.shown(_as_text(said.content))
     except TimeoutError:
         error = f"{call.name} did not answer within {timeout:g} s" if timeout else f"{call.name}: TimeoutError"
     except Exception as raised:  # a tool may raise anything; the other calls go on
         error = f"{call.name}: {told(raised)}"
     else:
         seconds = time.monotonic() - began
-        return ToolOutcome(call, text, None, seconds, said.reward, said.state_reward, said.metrics)
+        return ToolOutcome(call, text, None, seconds, said.reward, said.state_reward, said.metrics, said.media)
     return ToolOutcome(call, f"Error: {error}", error, time.monotonic() - began)
 
 

@@ -69,7 +69,9 @@ class ToolEnvironment:
     to the model as the answer to the call. Turns' rewards are what tool classes in VERL's form give.
 
     prompt: messages. score(answer): the reward of the last answer; a function or a coroutine function.
-    timeout: seconds for each call; `EpisodeLimits.step_s` has to be longer.
+    timeout: seconds for each call; `EpisodeLimits.step_s` has to be longer. tools_kwargs: as in `run_tool_calls`, such
+    as the right answer for a tool that knows it.
+    Pictures and videos that a tool answers with are shown to the model from the next turn on.
     The episodes' jobs need `tools=registry.tools`, and the `tool_parser` of the model.
     """
 
@@ -79,8 +81,10 @@ class ToolEnvironment:
         registry: ToolRegistry,
         score: Callable[[RolloutResult], Any] | None = None,
         timeout: float = 30.0,
+        tools_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self._prompt, self._registry, self._score, self._timeout = prompt, registry, score, timeout
+        self._prompt, self._registry, self._score = prompt, registry, score
+        self._timeout, self._tools_kwargs = timeout, tools_kwargs
 
     async def reset(self) -> Observation:
         return list(self._prompt)
@@ -89,7 +93,7 @@ class ToolEnvironment:
         if not answer.tool_calls:
             reward = 0.0 if self._score is None else await call_either(self._score, answer)
             return Step(None, reward, done=True)
-        outcomes = await run_tool_calls(answer.tool_calls, self._registry, self._timeout)
+        outcomes = await run_tool_calls(answer.tool_calls, self._registry, self._timeout, self._tools_kwargs)
         reward = sum(outcome.reward or 0.0 for outcome in outcomes)
         return Step([outcome.as_message() for outcome in outcomes], reward, info={"outcomes": outcomes})
 

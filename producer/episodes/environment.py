@@ -13,7 +13,10 @@ from ...messages.model import RolloutResult
 from ..calls import Prompt
 
 Observation = Prompt
-"""Token ids, a text, or messages. Messages are rendered by the model's chat template, behind the tokens so far."""
+"""Token ids, a text, or messages, perhaps with media in OpenAI's form ({"type": "image", "image": …}).
+
+Messages are rendered by the model's chat template, behind the tokens so far. Each turn is shown all media so far.
+"""
 
 
 class Step(NamedTuple):

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ...messages.broker import Reply
 from ...messages.errors import InvalidField, JobFailed, RolloutMQError
@@ -104,9 +103,10 @@ class Player:
     async def _answer(self, episode: Episode, given: dict[str, Any], held: list[Reply]) -> Turn:
         """The next turn. given: the field of a job for the observation. It and the answer go into the history."""
         history, name = episode.history, self.name(episode)
+        new = given.get("media", () if episode.turns else self._fields.get("media", ()))
         fields = {
             "prefer_worker": episode.turns[-1].result.worker_id if episode.turns else None,
-            **self._fields,
+            **{name: value for name, value in self._fields.items() if name != "media"},
             "sampling": self._sampling_for(history, given),
             "group_id": name,
             "session_id": name,
@@ -115,6 +115,8 @@ class Player:
             fields["token_ids"] = np.concatenate([history.token_ids, given["token_ids"]])
         else:
             fields |= given | ({"context_ids": history.token_ids} if len(history.token_ids) else {})
+        if media := (*history.media, *new):
+            fields["media"] = media
         asked = ask(self._core, f"{name}/{len(episode.turns)}", fields, held)
         try:
             result = await _within(self._limits.turn_s, "the turn", asked)
@@ -125,7 +127,7 @@ class Player:
         prompt, known = fields.get("token_ids", result.prompt_ids), len(history.token_ids)
         if prompt is None or not np.array_equal(prompt[:known], history.token_ids):
             raise RolloutMQError(f"episode {name}: the worker's prompt does not begin with the history")
-        episode.parts[-1] = history.given(np.asarray(prompt[known:], np.int32)).generated(result)
+        episode.parts[-1] = history.given(np.asarray(prompt[known:], np.int32), new).generated(result)
         end = len(episode.history.token_ids)
         return Turn(result, len(episode.parts) - 1, end - len(result.token_ids), end)
 
@@ -151,7 +153,7 @@ class Player:
             return given
         on_full = self._limits.on_full
         if on_full == "truncate" and episode.turns:
-            episode.parts.append(History().given(self._newest(episode)))
+            episode.parts.append(self._newest(episode))
         elif callable(on_full):
             given = await _field_for(await self._ask_environment("on_full", on_full, episode, observation))
             episode.parts.append(History())
@@ -160,14 +162,16 @@ class Player:
             raise _Ended("context")
         return given
 
-    def _newest(self, episode: Episode) -> npt.NDArray[np.int32]:
-        """(n,) ids: the first prompt, then the newest turns that fit into half of the limit with it."""
+    def _newest(self, episode: Episode) -> History:
+        """The first prompt, then the newest turns that fit into half of the limit with it, with their media."""
         assert self._limits.tokens is not None
         ids, part = episode.history.token_ids, len(episode.parts) - 1
         prompt = ids[: episode.turns[0].start]
         starts = [turn.start for turn in episode.turns if turn.part == part]
         fits = [start for start in starts if len(prompt) + len(ids) - start <= self._limits.tokens // 2]
-        return np.concatenate([prompt, ids[fits[0] :] if fits else ids[:0]])
+        tail, shown = fits[0] if fits else len(ids), episode.history.shown
+        kept = History().given(prompt, [one for _, end, one in shown if end <= len(prompt)])
+        return kept.given(ids[tail:], [one for start, _, one in shown if start >= tail])
 
     # --- the environment ---------------------------------------------------------------------------------------------
 

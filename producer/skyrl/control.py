@@ -21,7 +21,19 @@ from .calls import Calls
 from .core import EngineCore, positive_seconds
 
 COMMAND_S = 120.0
+MEMORY_S = 60.0
+"""SkyRL's default of `sleep` and `wake_up`."""
 _CANNOT = frozenset({"RequestRefused", "UnknownAction"})
+
+
+class MemoryTag:
+    """Tags for `sleep` and `wake_up`."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    CUDA_GRAPH = "cuda_graph"
+    ALL = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
+    TRAINING_DEFAULT = (WEIGHTS,)
 
 
 class WorkerControl:
@@ -109,7 +121,12 @@ class WorkerControl:
         self.asleep |= set(tags or MEMORY_TAGS)
 
     async def wake(self, tags: Sequence[str], timeout_s: float, end_sync: Callable[[], Awaitable[Any]]) -> None:
-        """Workers take memory back. end_sync: awaited when the weights' memory is back, before the KV cache's."""
+        """Workers take memory back. end_sync: awaited when the weights' memory is back, before the KV cache's.
+
+        Graphs wake with the KV cache, because nothing is generated without them, and SkyRL's loop does not name them.
+        """
+        if "kv_cache" in tags:
+            tags = [*tags, *({"cuda_graph"} - set(tags))]
         asleep = [tag for tag in tags or MEMORY_TAGS if tag in self.asleep]
         weights_first = "weights" in asleep
         if weights_first:

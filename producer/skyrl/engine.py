@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..client import RolloutClient
 from .calls import Calls
-from .control import COMMAND_S, WorkerControl, memory_tags
+from .control import MEMORY_S, WorkerControl, memory_tags
 from .core import EngineCore, register
 from .extras import Extras
 from .generation import Generation, checked_mode
@@ -222,11 +222,11 @@ class SkyRLEngine(Sessions, Tasks, Extras):
         SnapshotError, WeightSyncError."""
         return await self._weights.load_folder(model_path)
 
-    async def load_lora_adapter(self, lora_name: str, lora_path: str) -> tuple[bool, str]:
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> tuple[bool, str]:
         """Publish the adapter in a folder of this host (as PEFT saves it) as the newest version of `lora_name`.
-        Prompts ask for it by `lora` in their sampling parameters. Returns (True, ""). Raises InvalidField, and
-        WeightSyncError if no worker has taken it."""
-        return await self._weights.load_adapter(lora_name, lora_path)
+        Prompts ask for it by `lora` in their sampling parameters. pinned: workers keep this version when newer ones
+        come. Returns (True, ""). Raises InvalidField, and WeightSyncError if no worker has taken it."""
+        return await self._weights.load_adapter(lora_name, lora_path, pinned)
 
     async def unload_lora_adapter(self, lora_name: str) -> tuple[bool, str]:
         """Remove all versions of an adapter from the workers' engines. Raises for an adapter in use or unknown."""
@@ -237,7 +237,7 @@ class SkyRLEngine(Sessions, Tasks, Extras):
         *args: Any,
         tags: Any = None,
         level: int = 1,
-        timeout: float = COMMAND_S,
+        timeout: float = MEMORY_S,
         abort_first: bool = True,
         drain_timeout: float = 5.0,
         **kwargs: Any,
@@ -250,13 +250,35 @@ class SkyRLEngine(Sessions, Tasks, Extras):
         released = memory_tags(args, tags, kwargs)
         await self._control.sleep(released, level, timeout, abort_first=abort_first, drain_timeout=drain_timeout)
 
-    async def wake_up(self, *args: Any, tags: Any = None, timeout: float = COMMAND_S, **kwargs: Any) -> None:
-        """Workers take their memory back. tags, timeout: as for `sleep`. Weights that were received meanwhile are
-        published when the weights' memory is back, before that of the KV cache."""
+    async def wake_up(self, *args: Any, tags: Any = None, timeout: float = MEMORY_S, **kwargs: Any) -> None:
+        """Workers take their memory back. tags, timeout: as for `sleep`. Graphs wake with the KV cache. Weights that
+        were received meanwhile are published when the weights' memory is back, before that of the KV cache."""
         await self._control.wake(memory_tags(args, tags, kwargs), timeout, self._weights.end_sync)
+
+    async def sleep_weights_only(self, timeout: float = MEMORY_S) -> None:
+        """`sleep` of the weights alone. Running requests end first, as there; cached prefixes of other weights are
+        never used."""
+        await self.sleep(tags=["weights"], timeout=timeout)
+
+    async def wake_up_weights_only(self, timeout: float = MEMORY_S) -> None:
+        """`wake_up` of the weights alone."""
+        await self.wake_up(tags=["weights"], timeout=timeout)
+
+    async def sleep_all(self, timeout: float = MEMORY_S) -> None:
+        """`sleep` of all memory."""
+        await self.sleep(timeout=timeout)
+
+    async def wake_up_all(self, timeout: float = MEMORY_S) -> None:
+        """`wake_up` of all memory."""
+        await self.wake_up(timeout=timeout)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         """Publish received weights, and drop all cached prefixes. Prefixes of other versions are never used anyway.
         reset_running_requests: also drop the KV cache of what runs. It goes on, with a KV cache computed anew."""
         await self._weights.end_sync()
         await self._control.reset_caches(reset_running_requests)
+
+    async def clear_hicache_storage(self) -> bool:
+        """Empty the storage of workers' hierarchical caches. Returns True. Raises FeatureUnavailable without one."""
+        await self._control.ask("clear_storage")
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from .core import NOBODY, EngineCore
 from .weights import WeightSync
 
 Value = TypeVar("Value", int, str)
+EMBED = "task:embed"
 SAVE_S = 3600.0
 SAVE_FOLDER = PurePosixPath("/var/tmp")
 """The folder on a worker's host for files that the worker uploads."""
@@ -25,13 +27,13 @@ class Extras:
     _control: WorkerControl
     _weights: WeightSync
 
-    async def validate_weights(self) -> dict[str, Any]:
-        """Every worker checks all parameters of its engine: {"valid", "version", "nonfinite", "zero", "wrong",
-        "workers": worker -> its whole finding}.
-        nonfinite: parameters with NaN or Inf. zero: matrices of zeros. Both are in the engine's names. wrong: tensors
-        that differ in a bit from the published ones, in the trainer's names."""
-        audit, answers = await self._audit("validate_weights", 10_000)
-        kinds = ("nonfinite", "zero", "wrong")
+    async def validate_weights(self, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Every worker checks all parameters of its engine, or those of these names: {"valid", "version", "nan", "inf",
+        "zero", "wrong", "workers": worker -> its whole finding}.
+        nan, inf: parameters with such a value. zero: matrices of zeros. All are in the engine's names. wrong: tensors
+        that differ in a bit from the published ones, in the trainer's names; not looked for with `names`."""
+        audit, answers = await self._audit("validate_weights", 10_000, names or ())
+        kinds = ("nan", "inf", "zero", "wrong")
         found = {kind: sorted({name for one in answers.values() for name in one.get(kind, ())}) for kind in kinds}
         version = self._core.versions.text(max(audit.versions.values()))
         return {"valid": not any(found.values()), "version": version, **found, "workers": answers}
@@ -54,9 +56,19 @@ class Extras:
             "wrong": wrong,
         }
 
-    async def save_sharded_model(self, save_path: str) -> bool:
-        """One worker saves its weights into a folder of its host, in SGLang's sharded format. Returns True."""
-        await self._ask_one("save", {"path": save_path, "format": "sharded"})
+    async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
+        """The first `truncate_size` entries (rows of a matrix) of a parameter of one worker's engine, as nested lists
+        of floats. With tensor parallelism they are of the part of rank 0; `PoolControl.parameter` has the others.
+        name: the engine's, or the trainer's where the engine holds the tensor whole. Raises InvalidField for an unknown
+        name, and for more than 1,048,576 values."""
+        return (await self._ask_one("parameter", {"name": name, "truncate_size": truncate_size}))["values"]
+
+    async def save_sharded_model(self, path: str, pattern: str | None = None, max_size: int | None = None) -> bool:
+        """One worker saves its weights into a folder of its host, in SGLang's sharded format. Returns True.
+        pattern, max_size: the names of the files, and the most bytes of one; None for SGLang's own."""
+        given = {"pattern": pattern, "max_size": max_size}
+        params = {"path": path, "format": "sharded"} | {name: one for name, one in given.items() if one is not None}
+        await self._ask_one("save", params)
         return True
 
     async def save_remote_model(self, remote_path: str, storage_type: str = "s3") -> bool:
@@ -94,6 +106,23 @@ class Extras:
         """Expert-parallel size; see `tp_size`."""
         return self._size("ep_size")
 
+    def get_memory_pool_size(self) -> int:
+        """How many tokens fit into the KV caches of all workers' engines. Raises RolloutMQError if there is none."""
+        sizes = [worker.kv_tokens for worker in self._core.workers_now()]
+        return sum(sizes) if sizes else _only("get_memory_pool_size", set())
+
+    def supports_streaming(self) -> bool:
+        """True."""
+        return True
+
+    def supports_sessions(self) -> bool:
+        """True."""
+        return True
+
+    def supports_embeddings(self) -> bool:
+        """Whether a worker has an embedding model."""
+        return any(EMBED in worker.features for worker in self._core.workers_now())
+
     @property
     def model_name(self) -> str:
         """The model that the pool's workers serve. Raises RolloutMQError if they differ or there is none."""
@@ -102,31 +131,35 @@ class Extras:
     async def get_world_size(self) -> tuple[int, int]:
         """(ranks of all workers' engines, ranks of one). Raises RolloutMQError if they differ or there is none."""
         workers = await self._core.workers()
-        each = _only("get_world_size", {worker.tp_size for worker in workers})
+        each = _only("get_world_size", {one.tp_size * one.pp_size * one.dp_size for one in workers})
         return each * len(workers), each
 
     def get_endpoint_url(self) -> str:
         """Raises FeatureUnavailable: this engine is called in its process, and has no HTTP endpoint."""
         raise FeatureUnavailable("get_endpoint_url", None, "chat_completion and completion, which take OpenAI's bodies")
 
-    async def _audit(self, method: str, names: int) -> tuple[PoolAudit, dict[str, dict[str, Any]]]:
-        """An audit for a method of SkyRL's, and each worker's finding. names: most names of tensors in a finding."""
+    async def _audit(
+        self, method: str, names: int, only: Sequence[str] = ()
+    ) -> tuple[PoolAudit, dict[str, dict[str, Any]]]:
+        """An audit for a method of SkyRL's, and each worker's finding. names, only: see PoolControl.audit."""
         client = await self._core.client()
-        audit = await client.control.audit(names=names, timeout=COMMAND_S)
+        audit = await client.control.audit(names=names, only=only, timeout=COMMAND_S)
         return audit, _some(method, await self._control.done(audit.answers))
 
-    async def _ask_one(self, action: str, params: dict[str, Any]) -> None:
-        """Have the least busy serving worker do it. Raises RolloutMQError if there is none, otherwise as `ask`."""
+    async def _ask_one(self, action: str, params: dict[str, Any]) -> dict[str, Any]:
+        """The answer of the least busy serving worker. Raises RolloutMQError if there is none, otherwise as `ask`."""
         workers = await self._core.workers()
         serving = [worker for worker in workers if worker.state == "serving"] or workers
         if not serving:
             raise RolloutMQError(f"{action}: {NOBODY}")
         chosen = min(serving, key=lambda worker: (worker.running, worker.worker_id)).worker_id
-        if chosen not in await self._control.ask(action, params, worker_id=chosen, timeout_s=SAVE_S):
+        answers = await self._control.ask(action, params, worker_id=chosen, timeout_s=SAVE_S)
+        if chosen not in answers:
             raise EngineError(f"{action}: worker {chosen} has left")
+        return answers[chosen]
 
     def _size(self, name: str) -> int:
-        return _only(name, {int(getattr(worker, name, 1)) for worker in self._core.workers_now()})
+        return _only(name, {int(getattr(worker, name)) for worker in self._core.workers_now()})
 
 
 def _only(what: str, values: set[Value]) -> Value:

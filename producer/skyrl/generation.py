@@ -9,6 +9,7 @@ from typing import Any
 
 from ...messages.errors import InvalidField, RolloutMQError
 from ...messages.model import GenerateJob
+from ..calls import LastWorkers
 from ..openai import bytes_reader, chat_request, completion_request, error_of, response
 from .calls import Call, Calls
 from .core import EngineCore
@@ -19,8 +20,6 @@ from .weights import WeightSync
 PAUSE_MODES = ("abort", "in_place", "retract")
 SYNONYMS = {"keep": "in_place"}
 """vLLM's words for modes."""
-REMEMBERED = 1 << 16
-"""Most session ids whose worker is kept. The ones used last are kept."""
 _NOT_FOR_OPENAI = frozenset({"n", "logprobs", "top_logprobs"})
 """Parameters that only a request's body may set. They say how many answers there are, and what is in them."""
 
@@ -30,7 +29,7 @@ class Generation:
 
     def __init__(self, core: EngineCore, calls: Calls, weights: WeightSync) -> None:
         self._core, self._calls, self._weights = core, calls, weights
-        self.worker_of: dict[str, str] = {}
+        self.worker_of = LastWorkers()
 
     @contextlib.asynccontextmanager
     async def begin(self) -> AsyncIterator[Call]:
@@ -130,10 +129,7 @@ class Generation:
             return
         for sample in samples:
             if sample is not None:
-                self.worker_of.pop(job.session_id, None)
-                self.worker_of[job.session_id] = sample.worker_id
-        while len(self.worker_of) > REMEMBERED:
-            del self.worker_of[next(iter(self.worker_of))]
+                self.worker_of.note(job.session_id, sample.worker_id)
 
 
 def checked_mode(mode: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, TypedDict
 
 from ...messages.dialects import job_fields
 from ...messages.errors import FeatureUnavailable, InvalidField
-from ...messages.model import GenerateJob, LogprobOptions, MediaKind, Medium
+from ...messages.model import GenerateJob, LogitProcessor, LogprobOptions, MediaKind, Medium, SamplingParams
 from ..data import from_openai, medium
 from .texts import Texts
 
@@ -90,11 +91,40 @@ def prompts_of(input_batch: Mapping[str, Any]) -> tuple[str, list[Any]]:
 
 
 def sampling_fields(params: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Sampling parameters as fields of a job, and whether they ask for log-probabilities. Raises InvalidField."""
-    fields = job_fields(params, "skyrl")
+    """Sampling parameters as fields of a job, and whether they ask for log-probabilities. Raises InvalidField.
+
+    As in SkyRL's SGLang engine a response ends where its stop text begins, unless the parameters say otherwise.
+    """
+    processors = params.get("custom_logit_processor")
+    fields = job_fields({name: params[name] for name in params if name != "custom_logit_processor"}, "skyrl")
+    if processors is not None:
+        fields["logit_processors"] = (*fields.get("logit_processors", ()), *parse_rl_logit_processor(processors))
+    sampling: SamplingParams = fields.get("sampling", SamplingParams())
+    if (sampling.stop or sampling.stop_regex) and "include_stop" not in sampling.model_fields_set:
+        fields["sampling"] = sampling.model_copy(update={"include_stop": "token"})
     asked = params.get("logprobs") is not None or "logprobs" in fields
     options: LogprobOptions = fields.setdefault("logprobs", LogprobOptions(sampled=asked))
     return fields, asked and options.sampled
+
+
+def create_rl_logit_processor(action_mask: Any = None, disallowed_tokens: Any = None) -> str | None:
+    """The text of logit processors, for `custom_logit_processor` in sampling parameters; None without arguments.
+
+    action_mask: the only tokens that may be sampled. disallowed_tokens: those that may not. Both are token ids, or one
+    boolean for each token of the vocabulary. Raises InvalidField. The text has names and parameters, and no code.
+    """
+    asked = job_fields({"action_mask": action_mask, "disallowed_tokens": disallowed_tokens})
+    processors: tuple[LogitProcessor, ...] = asked.get("logit_processors", ())
+    return json.dumps([one.model_dump() for one in processors]) if processors else None
+
+
+def parse_rl_logit_processor(text: str) -> list[LogitProcessor]:
+    """The processors in a text of `create_rl_logit_processor`. Raises InvalidField for any other text."""
+    try:
+        return [LogitProcessor.model_validate(one) for one in json.loads(text)]
+    except (TypeError, ValueError, RecursionError) as error:
+        why = f"a text of create_rl_logit_processor, since code never travels ({error})"
+        raise InvalidField("custom_logit_processor", text, why) from None
 
 
 def session_name(session_id: Hashable) -> str:

@@ -153,8 +153,9 @@ class Sessions:
     _generation: Generation
     _sessions: dict[str, SessionTree]
 
-    async def open_session(self, session_id: str | None = None) -> str | None:
-        """The id of a new session, None if that id is in use. A session is kept here, not on a worker."""
+    async def open_session(self, session_id: str | None = None, capacity: int | None = None) -> str | None:
+        """The id of a new session, None if that id is in use. A session is kept here, not on a worker, and grows as it
+        has to: `capacity` limits nothing."""
         return self._add_session(session_id, SessionTree())
 
     async def close_session(self, session_id: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ class Texts:
         self._path = str(path) if path is not None else None
         self._tokenizer = tokenizer if path is None else None
         self.model: str | None = None
+        self._loading = threading.Lock()
         if self._tokenizer is not None and not callable(getattr(self._tokenizer, "decode", None)):
             raise InvalidField("tokenizer", tokenizer, "a path, a name, or an object with decode()")
 
@@ -29,7 +31,13 @@ class Texts:
         return self._tokenizer is not None or self._path is not None
 
     def load(self) -> Any:
-        """The tokenizer. Loading it blocks. Raises ConfigError if there is none."""
+        """The tokenizer. Loading it blocks. Raises ConfigError if there is none.
+
+        One thread loads it: transformers cannot be imported by two at the same time."""
+        with self._loading:
+            return self._load()
+
+    def _load(self) -> Any:
         if self._tokenizer is None:
             path = self._path or self.model
             if path is None:

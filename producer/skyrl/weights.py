@@ -267,13 +267,13 @@ class WeightSync:
         await self._control.flush_caches()
         return OK
 
-    async def load_adapter(self, name: str, path: str) -> tuple[bool, str]:
-        from ...sync.adapters import read_adapter  # noqa: PLC0415 – torch
+    async def load_adapter(self, name: str, path: str, pinned: bool = False) -> tuple[bool, str]:
+        from ...sync.adapters import PINNED, read_adapter  # noqa: PLC0415 – torch
 
         ledger, publisher = await self._ledger(), await self._opened_publisher()
         version = (await ledger.newest()).get(name, 0) + 1
         adapter = await asyncio.to_thread(read_adapter, Path(path), name, version)
-        config: Any = adapter.config
+        config: Any = adapter.config | ({PINNED: True} if pinned else {})
         handle = await asyncio.to_thread(publisher.publish_adapter, name, version, adapter.tensors, config)
         await asyncio.to_thread(handle.committed)
         self.adapters.add(name)

@@ -94,7 +94,8 @@ class Books:
         self.dropped: Counter[str] = Counter()
         """Samples dropped, by reason."""
         self.marks: Counter[str] = Counter()
-        """What happened without an end of a sample: "marked", "waited", "asked again", "let through", "held up"."""
+        """What happened without an end of a sample: "marked", "waited", "asked again", "let through", "held up"; and
+        "left out": samples that were dropped as more than a batch needed."""
         self.steps: Counter[int] = Counter()
         """Samples trained, by step."""
         self.staleness: Counter[int] = Counter()

@@ -64,7 +64,8 @@ class RolloutFeed:
     @property
     def capacity(self) -> int:
         """Samples that may be submitted now."""
-        return self.staleness.capacity(self.books.updates, self.books.live)
+        # No prompt takes the place of what a batch did without: that one is complete.
+        return self.staleness.capacity(self.books.updates, self.books.live + self.books.marks["left out"])
 
     async def submit(self, job: GenerateJob, timeout: float | None = None) -> int:
         """Accept a prompt, when the staleness and the pool have room for it; returns its number in the books.
@@ -120,7 +121,8 @@ class RolloutFeed:
     async def batch(self, timeout: float | None = None) -> list[TrainGroup]:
         """Groups for one step: as many as `Staleness.batch_size` samples are, before any failed.
 
-        It has fewer only if the staleness lets no more in before the next update, or nothing is under way any more.
+        It has fewer only as far as `GroupRules.over_sample_rate` says, or if the staleness lets no more in before the
+        next update, or nothing is under way any more.
         Empty if nothing is under way. Raises WaitTimeout if there is none within `timeout` seconds.
         """
         return await self._get(self.staleness.batch_size, timeout, Batches(self, (), timeout))
@@ -148,6 +150,7 @@ class RolloutFeed:
             if not (found := self._choose(most, source)) and self._pool.stuck and not busy:
                 aside.raise_again()
             if found is not None:
+                self._pool.leave_out(self._late(source))
                 return self._hand_out(found)
             left = _left(deadline)
             pause = left if not (busy or self._pool.busy) else RETRY_S if left is None else min(left, RETRY_S)
@@ -191,12 +194,14 @@ class RolloutFeed:
             chosen.append(group)
             total += group.n
         under_way = self._pool.asked and not self._pool.stuck
+        enough = most if source is None else self.rules.enough(most)
         more_may_come = source is None or under_way or not (chosen or source.peek() is None)
-        if not full and total < most and more_may_come:
+        if not full and total < enough and more_may_come:
             return None
-        return None if self.staleness.on_stale == "wait" and self._has_to_wait(chosen, total) else chosen
+        wait = self.staleness.on_stale == "wait" and self._has_to_wait(chosen, total, self._late(source))
+        return None if wait else chosen
 
-    def _has_to_wait(self, chosen: list[TrainGroup], total: int) -> bool:
+    def _has_to_wait(self, chosen: list[TrainGroup], total: int, late: set[int]) -> bool:
         """Whether older samples have to come first. What has come can only be taken in its order."""
         older = [number for number in self._pool.asked if chosen and number < chosen[-1].number]
         if not older:
@@ -207,13 +212,19 @@ class RolloutFeed:
         left = [
             (self.books.updates - prompt.update, prompt.needed - mine[number])
             for number, prompt in self.books.prompts.items()
-            if prompt.needed > mine[number]
+            if prompt.needed > mine[number] and number not in late
         ]
         room = max(0, self.staleness.batch_size - self._given - total)
-        late = self.staleness.too_late(left, room)
-        self.books.marks["waited"] += late and not self._has_waited
-        self._has_waited = late
-        return late
+        too_late = self.staleness.too_late(left, room)
+        self.books.marks["waited"] += too_late and not self._has_waited
+        self._has_waited = too_late
+        return too_late
+
+    def _late(self, source: Batches | None) -> set[int]:
+        """Prompts that a batch does without: by the next one they are too old (`GroupRules.over_sample_rate`)."""
+        oldest = self.books.updates - self.staleness.eta
+        running = () if source is None or not self.rules.over_sample_rate else self._pool.running
+        return {number for number in running if self.books.prompts[number].update <= oldest}
 
     def _drop_stale(self) -> None:
         for number, group in list(self._ready.items()):

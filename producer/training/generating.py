@@ -58,6 +58,11 @@ class Generating:
         """Whether nothing more is to come but what is set aside."""
         return bool(self.asked) and all(it.number in self.aside and not it.scoring for it in self.asked.values())
 
+    @property
+    def running(self) -> list[int]:
+        """Prompts of which something is still being generated."""
+        return [number for number, asked in self.asked.items() if asked.waiting and number not in self.aside]
+
     def news(self) -> set[int]:
         """Prompts of which something has come that `pump` has not seen."""
         return self.asked.keys() & {number_of(it) for it in self._inbox.stirred if self._sent(it)}
@@ -141,6 +146,21 @@ class Generating:
         self._books.drop(number, samples, why, known)
         self._warn_of_stale()
         self.settled(number, samples)
+
+    def leave_out(self, numbers: Collection[int]) -> None:
+        """A batch does without the rest of these prompts: it is stopped, and what nobody was given is dropped."""
+        live = self._books.live
+        for number in numbers:
+            asked = self.asked[number]
+            self.give_up(list(asked.waiting))
+            asked.waiting.clear()
+            asked.complete = True
+            self._drop(asked, "surplus", [it for it in asked.prompt.open if it not in asked.given | asked.scoring])
+            if not asked.scoring:
+                del self.asked[number]
+        if numbers:
+            self._books.marks["left out"] += live - self._books.live
+            self._core.start(self._end_unneeded())
 
     def settled(self, number: int, samples: Collection[int]) -> None:
         """Samples have their fate in the books."""
@@ -227,15 +247,20 @@ class Generating:
 
     def _drop_the_rest(self, asked: Asked) -> None:
         """Nothing more of this prompt is to come: drop what the trainer does not get."""
-        number, here = asked.number, asked.here
         for why, others in asked.not_chosen().items():
-            if self._core.journal is not None:
-                for sample in others:
-                    if sample in here:
-                        self._core.journal.note(here[sample], dropped=why)
-            self.drop(number, others, why, {it: Measured(len(here[it].token_ids)) for it in others if it in here})
-            for sample in others:
-                here.pop(sample, None)
+            self._drop(asked, why, others)
+
+    def _drop(self, asked: Asked, why: Why, samples: Collection[int]) -> None:
+        """Drop samples of which some may be here."""
+        here = asked.here
+        if self._core.journal is not None:
+            for sample in samples:
+                if sample in here:
+                    self._core.journal.note(here[sample], dropped=why)
+        known = {it: Measured(len(here[it].token_ids)) for it in samples if it in here}
+        self.drop(asked.number, samples, why, known)
+        for sample in samples:
+            here.pop(sample, None)
 
     def _give(self, asked: Asked) -> None:
         """Make what is chosen and was not given ready for the trainer, as a group, or as a part of one."""
@@ -321,12 +346,20 @@ class Generating:
             for place in sent:
                 self._to_send.pop(jobs[place].id, None)
             self._core.reader.wake()
+        await self._end_unneeded()
+
+    async def _end_unneeded(self) -> None:
+        cancel, self._to_cancel = self._to_cancel, []  # others may be added meanwhile
+        stop, self._to_stop = self._to_stop, []
         try:
-            if self._to_cancel:
-                await self._core.broker.cancel(self._to_cancel, "its trainer needs no more of it")
-                self._to_cancel.clear()
-            if self._to_stop:
-                await self._core.broker.stop(self._to_stop)
-                self._to_stop.clear()
+            if cancel:
+                await self._core.broker.cancel(cancel, "its trainer needs no more of it")
+                cancel = []
+            if stop:
+                await self._core.broker.stop(stop)
+                stop = []
         except (RedisError, OSError) as error:
             log.warning("jobs that are not needed any more still run: %s", error)
+        finally:
+            self._to_cancel += cancel
+            self._to_stop += stop

@@ -62,6 +62,10 @@ class GroupRules:
     over_sample: samples that are asked for beyond a job's `n`. The first n that `keep` accepts make the group, and the
         others are stopped. partials: what was stopped, with the tokens it had, belongs to the group, too; otherwise it
         is dropped as "surplus".
+    over_sample_rate: the share of a batch that it can do without, as in VERL; at least 0 and below 1. `batch` and
+        `batches` give a batch when 1 - over_sample_rate of its samples are ready. What is still being generated and
+        would be too old for the next batch is stopped then, and dropped as "surplus": with `Staleness(eta=0)` all of
+        it. What is young enough goes on, and is in a later batch.
     keep: whether a sample may be in a group; others are dropped as "filtered". By default each may.
     score: the rewards of a group's samples, in their order: a list, an array or a tensor of one finite number for each.
         A function or a coroutine function. It is asked once for each sample, with all that are delivered together.
@@ -85,6 +89,7 @@ class GroupRules:
     """
 
     over_sample: int = 0
+    over_sample_rate: float = 0.0
     keep: Callable[[RolloutResult], bool] | None = None
     partials: bool = False
     score: Score | None = None
@@ -98,6 +103,9 @@ class GroupRules:
     def __post_init__(self) -> None:
         for name, least in (("over_sample", 0), ("most_filtered", 0), ("retries", 0), ("score_concurrency", 1)):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        rate = self.over_sample_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
+            raise InvalidField("over_sample_rate", rate, "a number, at least 0 and below 1")
         if not isinstance(self.partials, bool):
             raise InvalidField("partials", self.partials, "True or False")
         for name in ("keep", "score", "teaches"):
@@ -114,6 +122,10 @@ class GroupRules:
             raise InvalidField("teaches", self.teaches, "only together with score, which gives it the rewards")
         if self.teaches is not None and self.deliver == "samples":
             raise InvalidField("teaches", self.teaches, 'None with deliver="samples": it judges complete groups')
+
+    def enough(self, most: int) -> int:
+        """How many of a batch's `most` samples have to be ready."""
+        return max(1, int(most * (1 - self.over_sample_rate) + 1e-9))  # 10 * (1 - 0.9) is a little below 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ...messages.dialects import job_fields
 from ...messages.errors import FeatureUnavailable, InvalidField, JobFailed
+from ...messages.model import MediaKind, Medium
+from ..calls import LastWorkers
 from ..client import RolloutClient
+from ..data import medium
 from .settings import PoolSettings
 
 BOTH = ("max_new_tokens", "max_tokens")
-REQUESTS = 10_000
-"""Requests whose workers are remembered, as many as verl's own balancer remembers."""
+_BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 class PoolServer:
@@ -21,8 +25,8 @@ class PoolServer:
 
     Guarantees: a request that returns has all its tokens, each once, whatever workers die meanwhile. A request starts
     on weights at most `max_staleness` versions behind the newest committed one. A sample that an update interrupts is
-    continued by the workers; verl need not abort and resume it. The turns of one request id prefer the worker that has
-    their prefix in its cache.
+    continued by the workers; verl need not abort and resume it. A prompt that goes on from an answer prefers the worker
+    that gave it, whose cache has the prefix. It is found by its tokens: verl gives every turn a request id of its own.
 
     Args:
         settings: which pool.
@@ -45,16 +49,17 @@ class PoolServer:
         self._prompt_length, self._response_length, self._longest = prompt_length, response_length, max_model_len
         self._client: RolloutClient | None = None
         self._steps: dict[int, int | None] = {}
-        self._workers: OrderedDict[str, str] = OrderedDict()
+        self._workers = LastWorkers()
 
-    async def generate(
+    async def generate(  # noqa: PLR0917 – verl's own order
         self,
         prompt_ids: Sequence[int],
         sampling_params: Mapping[str, Any],
         request_id: str,
-        image_data: Any = None,
-        video_data: Any = None,
-        **media: Any,
+        image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
+        audio_data: Sequence[Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the fields of verl's TokenOutput for one sample.
 
@@ -62,12 +67,18 @@ class PoolServer:
         "stop", "length" or "abort". extra_fields: `global_steps` and `max_global_steps` of the weights that sampled the
         last token, `min_global_steps` of those that sampled the first one, `num_cached_tokens` of the prompt.
 
-        Raises InvalidField for a parameter that cannot be honoured, FeatureUnavailable for pictures, video and sound,
-        and JobFailed if the pool gave the request up.
+        prompt_ids: a medium's place in them may be one token, or as many as the model's processor makes of it.
+        image_data, video_data, audio_data: all of the prompt, in order, as `rolloutmq.producer.data.medium` takes them.
+            Of a video's frames and audio's samples nothing is lost.
+        mm_processor_kwargs: `sampling_rate` of audio_data, in Hz.
+
+        Raises InvalidField for a parameter or a medium that cannot be honoured, FeatureUnavailable for other arguments
+        of a processor, and JobFailed if the pool gave the request up.
         """
-        for name, value in {"image_data": image_data, "video_data": video_data, **media}.items():
-            if value is not None and len(value):
-                raise FeatureUnavailable(name, type(value).__name__, "None: only text goes through verl's rollout")
+        media: tuple[Medium, ...] = ()
+        if image_data or video_data or audio_data:
+            given: dict[MediaKind, Any] = {"image": image_data, "video": video_data, "audio": audio_data}
+            media = await asyncio.to_thread(_media, given, dict(mm_processor_kwargs or {}))
         prompt, params = [int(token) for token in prompt_ids], dict(sampling_params)
         room = self._room(len(prompt), [params.pop(name, None) for name in BOTH])
         if room == 0:
@@ -82,19 +93,22 @@ class PoolServer:
         fields = job_fields({**params, "max_new_tokens": room}, "verl")
         (group,) = await self._open().generate(
             [prompt],
-            **fields,
+            **fields | ({"media": media} if media else {}),
             max_staleness=self._settings.max_staleness,
             trace_id=request_id[:64],
-            prefer_worker=self._workers.get(request_id),
+            prefer_worker=next(filter(None, map(self._workers.get, reversed(_beginnings(prompt)))), None),
+            prefer_s=self._settings.prefer_s,
         )
         if group.failures:
             raise JobFailed(group.failures[0])
         (result,) = group.results
-        self._remember(request_id, result.worker_id)
+        answer = result.token_ids.tolist()
+        # Without its last token, for which some chat templates put another one before the next turn.
+        self._workers.note(_beginnings([*prompt, *answer])[-2 if len(answer) > 1 else -1], result.worker_id)
         versions = [segment.version for segment in result.segments]
         first, last = (versions[0], versions[-1]) if versions else (None, None)
         return {
-            "token_ids": result.token_ids.tolist(),
+            "token_ids": answer,
             "log_probs": None if result.logprobs is None else result.logprobs.tolist(),
             "stop_reason": result.finish_reason,
             "extra_fields": self._fields(first, last, result.cached_tokens),
@@ -109,12 +123,6 @@ class PoolServer:
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
-
-    def _remember(self, request_id: str, worker: str) -> None:
-        self._workers[request_id] = worker
-        self._workers.move_to_end(request_id)
-        if len(self._workers) > REQUESTS:
-            self._workers.popitem(last=False)
 
     def _room(self, prompt: int, limits: Sequence[Any]) -> int:
         """How many tokens a request may generate; 0 where its prompt leaves none. As in verl's own servers."""
@@ -134,3 +142,23 @@ class PoolServer:
         if self._client is None:  # on the loop that runs the requests
             self._client = RolloutClient(self._settings.redis_url, self._settings.pool)
         return self._client
+
+
+def _media(given: Mapping[MediaKind, Sequence[Any] | None], arguments: dict[str, Any]) -> tuple[Medium, ...]:
+    """A job's media of verl's. arguments: of the model's processor."""
+    rate = arguments.pop("sampling_rate", None)
+    for name, value in arguments.items():
+        why = "absent beside media: workers use the model's own preprocessor_config.json"
+        raise FeatureUnavailable(f"mm_processor_kwargs.{name}", value, why)
+    return tuple(
+        medium(kind, (one, rate) if kind == "audio" and rate and hasattr(one, "shape") else one)
+        for kind, several in given.items()
+        for one in several or ()
+    )
+
+
+def _beginnings(ids: Sequence[int]) -> list[int]:
+    """A hash of each beginning of the tokens, the shortest first."""
+    powers = _BASE ** np.arange(len(ids), dtype=np.uint64)
+    hashes: list[int] = np.cumsum((np.asarray(ids, np.int64).astype(np.uint64) + np.uint64(1)) * powers).tolist()
+    return hashes

@@ -19,6 +19,7 @@ class PoolSettings(BaseModel):
     redis_url: the pool's Redis; by default $ROLLOUTMQ_REDIS, or the one on the host of each process.
     pool: its name.
     max_staleness: how many versions a worker may be behind the newest committed one when a request starts there.
+    prefer_s: how long a turn waits for the worker that has its prefix in its cache, in seconds, while that one is full.
     commit_timeout_s: the longest wait for a version to be committed, in seconds.
     publisher: fields of `SyncSettings`.
     """
@@ -28,6 +29,7 @@ class PoolSettings(BaseModel):
     redis_url: str | None = None
     pool: str = "default"
     max_staleness: int = Field(default=0, ge=0)
+    prefer_s: float = Field(default=30.0, gt=0, le=60.0)
     commit_timeout_s: float = Field(default=600.0, gt=0)
     publisher: dict[str, Any] = Field(default_factory=dict)
 

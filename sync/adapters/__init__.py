@@ -2,7 +2,7 @@
 
 from . import format
 from .folder import read_adapter
-from .format import Adapter
+from .format import PINNED, Adapter
 from .transfer import receive_adapter
 
-__all__ = ["Adapter", "format", "read_adapter", "receive_adapter"]
+__all__ = ["PINNED", "Adapter", "format", "read_adapter", "receive_adapter"]

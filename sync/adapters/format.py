@@ -19,6 +19,8 @@ MOST_BYTES = 4 << 30
 MOST_VERSION = (1 << 40) - 1
 """The highest version. The pool's scripts sort jobs by it; see `later_key` in lib_jobs.lua."""
 CONFIG_BYTES = 64 << 10
+PINNED = "rolloutmq_pinned"
+"""A setting of ours beside PEFT's: workers keep this version when newer ones come."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _PLAIN: dict[str, tuple[Any, ...]] = {

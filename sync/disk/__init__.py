@@ -4,9 +4,10 @@ from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
 from .export import export_version
 from .folder import INDEX, VERSION_FOLDER, folder_name
 from .read import DiskVersion
-from .store import SnapshotStore
+from .store import FILE_BYTES, SnapshotStore
 
 __all__ = [
+    "FILE_BYTES",
     "INDEX",
     "VERSION_FOLDER",
     "BrokenSnapshot",

@@ -24,8 +24,8 @@ from .folder import INDEX, VERSION_FOLDER
 from .index import DTYPES, WEIGHT_MAP
 
 CheckpointFormat = Literal["snapshot", "snapshots", "safetensors", "sharded"]
-SHARD = re.compile(r"model-rank-([0-9]+)-part-([0-9]+)\.safetensors")
-"""Names of the files in a sharded state that SGLang has saved."""
+SHARD = re.compile(r"model-rank-[0-9]+-part-[0-9]+\.safetensors|rolloutmq-rank-[0-9]+\.json")
+"""Files of a sharded state: SGLang's own, by their usual names, and what a worker writes beside its own."""
 _PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...messages.errors import ConfigError
-from ...messages.remote import open_url
+from ...messages.remote import destination
 from .errors import SnapshotConflict, SnapshotError, disk_errors
 from .folder import INDEX, VersionFolder, folder_name
 from .index import WEIGHT_MAP
@@ -53,8 +53,8 @@ def _to_folder(version: DiskVersion, names: list[str], folder: VersionFolder, ch
 
 
 def _to_url(version: DiskVersion, names: list[str], url: str, check: Callable[[], None]) -> bool:
-    filesystem, root = open_url(url, "upload to")
-    target = f"{root.rstrip('/')}/{folder_name(version.version)}"
+    filesystem, root = destination(url)
+    target = f"{root}/{folder_name(version.version)}"
     content = _content(version)
     try:
         if filesystem.exists(f"{target}/{INDEX}"):

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.engine import Plan
-from benchmarks.workload import Workload
+from benchmarks.workload import PROCESSORS, Workload
 from rolloutmq.messages.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def test_a_small_run_on_a_cpu() -> None:
     pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
     options = {"shape": "tiny", "prompts": 24, "max-running": 8, "max-new-tokens": 16, "rounds": 2}
     command = [sys.executable, "-m", "benchmarks", "engine"]
-    command += [*(f"--{name}={value}" for name, value in options.items()), "--watched"]
+    command += [*(f"--{name}={value}" for name, value in options.items()), "--watched", "--processors"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "round 2: direct" in done.stderr
@@ -35,9 +35,9 @@ def test_a_small_run_on_a_cpu() -> None:
     assert found["tokens_per_round"] == round(statistics.mean(tokens))
     assert tokens[0] != tokens[1]
     assert len(found["ratios"]) == 2
-    assert min(found[f"{side}_ratio"] for side in ("metrics", "traces")) > 0
+    assert min(found[f"{side}_ratio"] for side in ("metrics", "traces", *PROCESSORS)) > 0
     spent = found["cpu_us_per_job"]
-    assert set(spent) == {"pool", "metrics", "traces"}
+    assert set(spent) == {"pool", "metrics", "traces", *PROCESSORS}
     assert min(spent[side][name] for side in spent for name in ("client", "worker", "engine", "redis")) > 0
     assert [side for side in spent if spent[side]["exporter"]] in (["metrics"], [])  # it may be too quick to be seen
     assert set(found["added_cpu"]) == {"metrics", "traces"}

@@ -151,6 +151,8 @@ def test_the_command_line_is_checked() -> None:
         settled(Plan("tiny", device="tpu"))
     with pytest.raises(ConfigError, match="takes 65 GPUs"):
         settled(Plan("tiny", receivers=64, device="cuda"))
+    with pytest.raises(ConfigError, match="on the trainer's GPU"):
+        settled(Plan("tiny", receivers=2, device="same"))
     plan = settled(Plan(paths="ours,raw,stall", device="cpu"))
     assert (plan.wanted(PATHS), plan.wanted(EXTRAS)) == (("raw", "ours"), ("stall",))
     assert (plan.shapes, plan.running) == ("tiny", 16)

@@ -42,7 +42,7 @@ def peft(folder: Path, tensors: dict[str, torch.Tensor], version: int) -> str:
 
 
 async def _pauses(pool: Pool, model: Path) -> None:
-    for mode in ("in_place", "abort", "retract"):
+    for mode in ("in_place", "interrupt", "retract"):
         flying = await pool.fly(LONG)
         told = await pool.tell(pool.control.pause(mode))  # type: ignore[arg-type]
         assert told["paused"] == mode

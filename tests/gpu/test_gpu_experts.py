@@ -1,7 +1,4 @@
-"""Which experts tokens went to, on a GPU with overlap scheduling and CUDA graphs.
-
-One GPU: `pytest tests/gpu/test_gpu_experts.py`.
-"""
+"""Which experts tokens went to, on a GPU with overlap scheduling and CUDA graphs, and experts spread over two GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.engines.asking import ask
+from support.pools.gpu import PROMPT, TOLERANCE, running
 from support.pools.in_place import Judge
 from support.specimens.moe import check_routes, routes, write_experts
 
@@ -63,5 +62,31 @@ def test_routed_experts_over_two_legs(tmp_path: Path) -> None:
                 assert output.token_arrays == output.arrays == {}
         finally:
             await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_experts_that_are_spread_over_two_gpus_before_and_after_an_update(tmp_path: Path) -> None:
+    old, new = (write_experts(tmp_path / f"model-{seed}", seed, dtype="bfloat16") for seed in (0, 1))
+    weights = new / "model.safetensors"
+
+    async def main() -> None:
+        async with running(old, tp_size=2, ep_size=2) as pool:
+            before = await pool.generate(60)
+            report = await asyncio.to_thread(pool.source.publish(1, load_file(weights)).wait, 60.0)
+            assert report.state == "committed"
+            after = await pool.generate(60)
+        judge = Judge([old, weights], "cuda")
+        for version, result in enumerate((before, after)):
+            assert result.versions == (version,)
+            near = []
+            for each in (version, 1 - version):
+                expected = judge.logprobs(PROMPT, result.token_ids, [(each, len(result.token_ids))])
+                chosen = expected[np.arange(len(result.token_ids)), result.token_ids]
+                near.append(float((np.abs(result.logprobs - chosen) < TOLERANCE).mean()))
+            # A token that went to the other of two near experts has another log-probability.
+            assert near[0] > 0.85
+            assert near[1] < 0.5
 
     asyncio.run(main())

@@ -236,11 +236,12 @@ def test_masks_of_tokens_and_priorities_of_the_engines() -> None:
         found = [(one.name, one.params) for one in job_fields(given_names)["logit_processors"]]
         assert found == [mask, banned][: len(given_names)]
     assert job_fields({"disallowed_tokens": []}) == {}
-    numbers: list[tuple[Any, Dialect, str]] = [
-        (3, "skyrl", "high"), (-1, "auto", "low"), (0, "sglang", "normal"), (3, "vllm", "low"), ("low", "vllm", "low"),
+    numbers: list[tuple[Any, Dialect, str, int]] = [
+        (3, "skyrl", "high", 3), (-1, "auto", "low", -1), (0, "sglang", "normal", 0), (3, "vllm", "low", -3),
     ]  # fmt: skip
-    for number, dialect, name in numbers:
-        assert job_fields({"priority": number}, dialect) == {"priority": name}
+    for number, dialect, name, engines in numbers:
+        assert job_fields({"priority": number}, dialect) == {"priority": name, "engine_priority": engines}
+    assert job_fields({"priority": "low"}, "vllm") == {"priority": "low"}
 
 
 def test_an_unknown_dialect_and_no_mapping_are_refused_by_name() -> None:

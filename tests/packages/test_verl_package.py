@@ -173,3 +173,21 @@ def test_a_tool_agent_equals_the_one_in_one_process(
     assert [name for name, _ in calls].count("release") == 3
     for ids, mask, talk in zip(pooled.batch["responses"], pooled.batch["response_mask"], TALKS, strict=True):
         assert ids[mask.bool()].tolist() == [token for part, own in spoken(talk, tokenizer) for token in part if own]
+
+
+def test_every_handle_of_an_actor_speaks_to_one_engine_of_skyrls_interface(manager: Any, text_model: Path) -> None:
+    """Ray is up here, so this is not beside SkyRL's own packages. Calls of two handles run at once."""
+    import ray  # noqa: PLC0415
+
+    from rolloutmq.producer.skyrl import SkyRLEngine  # noqa: PLC0415
+
+    one = ray.remote(SkyRLEngine).options(name="engine").remote(tokenizer=str(text_model))
+    other = ray.get_actor("engine")
+    batch = {"prompt_token_ids": [[5, 6, 7], [8, 9]], "sampling_params": {"max_generate_length": 8, "temperature": 0.0}}
+    outputs = ray.get([handle.generate.remote(batch) for handle in (one, other) * 4])
+    assert [output["response_ids"] for output in outputs] == [outputs[0]["response_ids"]] * 8
+    assert [len(ids) > 0 for ids in outputs[0]["response_ids"]] == [True, True]
+    assert ray.get(one.get_weight_version.remote()) == ray.get(other.get_weight_version.remote())
+    ray.get(one.teardown.remote())
+    with pytest.raises(ray.exceptions.RayTaskError, match="torn down"):
+        ray.get(other.generate.remote(batch))

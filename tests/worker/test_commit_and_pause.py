@@ -73,14 +73,14 @@ async def test_nothing_starts_during_a_commit_though_an_interruption_ends_in_it(
             for answers in await asyncio.gather(control.abort(drop=False), control.abort(drop=False)):
                 answers.check()
         else:
-            (await control.pause("abort")).check()
+            (await control.pause("interrupt")).check()
             (await control.resume()).check()
         await all_that_can_happen_now()
         assert engine.started_while_loading == []
         assert running.generation.running == 0
 
 
-@pytest.mark.parametrize("what", ["abort", "pause abort", "pause retract", "pause in_place"])
+@pytest.mark.parametrize("what", ["abort", "pause interrupt", "pause retract", "pause in_place"])
 async def test_a_pause_during_a_slow_commit_in_place_waits_and_the_engine_lives(
     what: str, redis_db: str, control: PoolControl, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +114,7 @@ async def test_a_restart_lets_go_of_what_the_dead_engine_was_held_for_and_of_not
         gate, state = running.generation.gate, running.generation.state
         somebody = gate.holder("somebody")
         somebody.acquire()
-        (await control.pause("abort")).check()
+        (await control.pause("interrupt")).check()
         (await control.sleep()).check()
         state.broken(patient=True)
         assert gate.reasons == ["asleep", "pause", "quarantine", "somebody"]
@@ -143,7 +143,7 @@ async def test_what_is_allowed_is_decided_when_the_turn_has_come(
         if action == "wake":
             (await control.sleep(["cuda_graph"])).check()
         async with state.turn.take("a test"):
-            pausing = asyncio.create_task(control.pause("in_place" if action != "wake" else "abort"))
+            pausing = asyncio.create_task(control.pause("in_place" if action != "wake" else "interrupt"))
             await eventually(lambda: state.paused)
             asked = asyncio.create_task(getattr(control, action)())
             await eventually(lambda: len(running.worker._commands._begun) == (1 if action == "wake" else 2))

@@ -97,7 +97,7 @@ async def test_weights_and_commands(redis_db: str, tmp_path: Path) -> None:
                 for version, value in ((3, 1.0), (4, math.nan)):
                     handle = publisher.publish(version, {"w": torch.full((4,), value)})
                     await eventually(handle.done)
-            (await control.pause("abort")).check()
+            (await control.pause("interrupt")).check()
             (await control.resume()).check()
             name = running.id
     committed, failed = read(tmp_path / "trainer")

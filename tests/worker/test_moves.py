@@ -85,7 +85,7 @@ async def test_what_waits_at_a_paused_worker_goes_to_an_idle_one(
 ) -> None:
     jobs = some(8)
     async with busy(redis_db, broker, jobs) as (one, first):
-        (await control.pause("abort")).check()
+        (await control.pause("interrupt")).check()
         async with idle(redis_db) as (two, second):
             await eventually(lambda: two.generation.running == 4, what="half")
             second.tokens_per_s = 1e9

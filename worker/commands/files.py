@@ -9,7 +9,7 @@ from typing import Any
 
 from ...messages.errors import RolloutMQError
 from ...messages.model import JournalParams, StartProfileParams, StopProfileParams
-from ...messages.remote import open_url
+from ...messages.remote import destination, without_secrets
 from .parts import WorkerParts
 
 
@@ -19,7 +19,7 @@ async def start_profile(on: WorkerParts, params: StartProfileParams, deadline: f
 
 async def stop_profile(on: WorkerParts, params: StopProfileParams, deadline: float) -> Mapping[str, Any]:
     if params.upload:
-        await asyncio.to_thread(open_url, params.upload, "upload to")  # before anything is written
+        await asyncio.to_thread(destination, params.upload)  # before anything is written
     result = dict(await on.engine.operate("stop_profile", {}))
     folder = Path(str(result["folder"]))
     if params.fetch_bytes:
@@ -51,10 +51,11 @@ class UploadFailed(RolloutMQError):
 def upload(path: Path, url: str) -> dict[str, Any]:
     """Copy a file, or a folder with all that is in it, into the folder at `url`, under its own name. Blocks.
 
-    The size of every file is compared with what arrived. Raises ConfigError, UploadFailed.
+    The size of every file is compared with what arrived. What the filesystem's own timeouts do not end is not ended
+    here. Raises ConfigError, UploadFailed.
     """
-    filesystem, root = open_url(url, "upload to")
-    target, nbytes, count = f"{root.rstrip('/')}/{path.name}", 0, 0
+    filesystem, root = destination(url)
+    target, nbytes, count = f"{root}/{path.name}", 0, 0
     try:
         for file in _files(path):
             place = target if file == path else f"{target}/{file.relative_to(path).as_posix()}"
@@ -65,9 +66,8 @@ def upload(path: Path, url: str) -> dict[str, Any]:
                 raise UploadFailed(f"{file.name}: {there} of {size} bytes arrived")
             nbytes, count = nbytes + size, count + 1
     except Exception as error:  # each filesystem has errors of its own
-        if isinstance(error, UploadFailed):
-            raise
-        raise UploadFailed(f"upload of {path.name}: {type(error).__name__}: {error}") from error
+        why = error if isinstance(error, UploadFailed) else f"{type(error).__name__}: {error}"
+        raise UploadFailed(f"upload to {without_secrets(url)}: {why}. The files are still in {path}") from error
     return {"uploaded": f"{url.rstrip('/')}/{path.name}", "uploaded_files": count, "uploaded_nbytes": nbytes}
 
 

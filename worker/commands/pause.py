@@ -55,6 +55,8 @@ async def pause(on: WorkerParts, params: PauseParams, deadline: float) -> Mappin
     if mode == "retract":
         async with on.state.turn.take("pause retract", deadline):
             await on.engine.operate("flush_cache", {})
+    if mode == "abort":
+        return told(on) | {"ended": await _end(on, deadline)}
     if params.hand_back:
         await _hand_back(on, deadline)
     return told(on)
@@ -115,12 +117,26 @@ async def _interrupt(on: WorkerParts) -> None:
         pass
 
 
-async def _hand_back(on: WorkerParts, deadline: float) -> None:
-    """Hand back all jobs, also those just being claimed, after the finished samples have been published."""
+async def _end(on: WorkerParts, deadline: float) -> int:
+    """End all jobs with what they have, also those just being claimed, and publish that. Returns their number."""
+    await _published(on, deadline)
+    jobs = await on.handback.stop_all()
+    on.generation.end(sample for held in jobs for sample in held.samples.values())
+    await _published(on, deadline)
+    return len(jobs)
+
+
+async def _published(on: WorkerParts, deadline: float) -> None:
+    """Wait until claimed jobs are admitted, and finished samples published."""
     with suppress(TimeoutError):
         async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
             await on.claims.settled()
             await on.outbox.flushed()
+
+
+async def _hand_back(on: WorkerParts, deadline: float) -> None:
+    """Hand back all jobs, also those just being claimed, after the finished samples have been published."""
+    await _published(on, deadline)
     await on.handback.release_all(on.outbox.jobs())
 
 

@@ -48,6 +48,7 @@ HANDLERS: Mapping[str, Handler] = {
     "clear_storage": partial(pause.empty, "clear_storage"),
     "set_version": weights.set_version,
     "audit": weights.audit,
+    "parameter": weights.parameter,
     "save": weights.save,
     "load": weights.load,
     "adapters": adapters.adapters,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ...messages.errors import EngineError, InvalidField, RequestRefused
-from ...messages.model import AuditParams, LoadParams, SaveParams, SetVersionParams
-from ...messages.remote import open_url
+from ...messages.model import AuditParams, LoadParams, ParameterParams, SaveParams, SetVersionParams
+from ...messages.remote import destination
 from ..weights import folder_order
 from .files import upload
 from .parts import WorkerParts
@@ -34,7 +34,7 @@ async def set_version(on: WorkerParts, params: SetVersionParams, deadline: float
 
 async def audit(on: WorkerParts, params: AuditParams, deadline: float) -> Mapping[str, Any]:
     async with _whole(on, "audit", deadline) as version:
-        found = await on.engine.operate("audit", {"version": version, "names": params.names})
+        found = await on.engine.operate("audit", {"version": version, **params.model_dump()})
     info = on.engine.info
     return {
         **found,
@@ -44,15 +44,19 @@ async def audit(on: WorkerParts, params: AuditParams, deadline: float) -> Mappin
     }
 
 
+async def parameter(on: WorkerParts, params: ParameterParams, deadline: float) -> Mapping[str, Any]:
+    async with _whole(on, "parameter", deadline) as version:
+        return {**await on.engine.operate("parameter", {"version": version, **params.model_dump()}), "version": version}
+
+
 async def save(on: WorkerParts, params: SaveParams, deadline: float) -> Mapping[str, Any]:
     if params.upload:
-        await asyncio.to_thread(open_url, params.upload, "upload to")  # before anything is written
+        await asyncio.to_thread(destination, params.upload)  # before anything is written
     async with _whole(on, "save", deadline) as version:
-        if params.format == "safetensors":
-            saved = await on.engine.operate("export", {"path": params.path, "version": version})
-        else:
-            folder = str(Path(params.path) / f"sharded-v{version:012d}")
-            saved = await on.engine.operate("save_sharded", {"path": folder, "version": version})
+        how = {"path": params.path, "version": version, "max_size": params.max_size}
+        if params.format == "sharded":
+            how |= {"path": str(Path(params.path) / f"sharded-v{version:012d}"), "pattern": params.pattern}
+        saved = await on.engine.operate("export" if params.format == "safetensors" else "save_sharded", how)
     result = {**saved, "format": params.format, "version": version}
     if params.upload:
         result |= await asyncio.to_thread(upload, Path(str(saved["path"])), params.upload)

@@ -60,6 +60,7 @@ class EngineRequest:
     max_new_tokens: most tokens that this leg may generate, >= 1.
     cache_key: the weights version as text, with an adapter followed by "/<name>@<version>". Prefixes are only reused
         between requests with the same key.
+    priority: as GenerateJob.engine_priority.
     adapter, adapter_version: the LoRA adapter, "" and 0 for the model alone.
     generated: number of tokens at the end of token_ids that earlier legs generated. Stops, penalties, grammars and
         minimum lengths count them.
@@ -78,6 +79,7 @@ class EngineRequest:
     generated: int = 0
     wanted: Wanted = NOTHING_MORE
     media: tuple[Medium, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class EngineInfo:
     """What the engine is. A worker's size, the check of a job, and the replay of a result need it.
 
     context_length: most tokens of prompt and output together.
+    kv_tokens: size of the KV cache in tokens, 0 if it is not known.
     gpu_model: what its GPUs are called, "" for none.
     features: optional job fields that this engine supports. A job that uses another one is refused by name.
     deterministic: whether it samples by seeds, and a token does not depend on its batch.
@@ -158,7 +161,10 @@ class EngineInfo:
     vocab_size: int
     context_length: int
     tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
     ep_size: int = 1
+    kv_tokens: int = 0
     gpu_model: str = ""
     features: frozenset[str] = field(default_factory=frozenset)
     deterministic: bool = False
@@ -271,9 +277,11 @@ class Engine(Protocol):
         "freeze", "thaw": {} stop before the next forward pass, with requests and KV as they are, and continue.
         "sleep", "wake": {tags}: see worker/sleep_states.py. No request may run, except for a sleep without tags, which
             only says whether the engine can sleep. Wake returns {intact} if weights wake.
-        "audit": {version, names} compares the parameters; see docs/control.md.
-        "export": {path, version} writes them as a version of a SnapshotStore, "save_sharded": {path, version} in the
-            engine's own format. The caller sees to it that no version is loaded meanwhile. Requests may run.
+        "audit": {version, names, only} compares the parameters; see docs/control.md. "parameter": {version, name,
+            truncate_size, rank} shows the first values of one.
+        "export": {path, version, max_size} writes them as a version of a SnapshotStore, "save_sharded": {path, version,
+            pattern, max_size} in the engine's own format. None stands for the engine's own file names and sizes. The
+            caller sees to it that no version is loaded meanwhile. Requests may run.
         "check_sharded", "load_sharded": {path} reads that format. For the latter no request may run, and an error of it
             leaves weights that are no version.
         "start_profile": {folder, activities, steps}, "stop_profile": {}.

@@ -134,6 +134,7 @@ class SampleRun(JobRun[GenerateJob]):
             adapter_version=adapter.version if adapter else 0,
             generated=len(self.done),
             media=self.job.media,
+            priority=self.job.engine_priority,
             wanted=replace(self._wanted, prompt=False) if self.arrays and self._wanted.prompt else self._wanted,
         )
 
@@ -238,7 +239,9 @@ class SampleRun(JobRun[GenerateJob]):
     @property
     def kept(self) -> int:
         """How many of its tokens a finished sample's result has. The stop's tokens count only if the job wants them."""
-        trims = self.finish_reason == "stop" and not self.job.sampling.include_stop
+        wanted = self.job.sampling.include_stop
+        kept = isinstance(self.matched_stop, int) if wanted == "token" else wanted
+        trims = self.finish_reason == "stop" and not kept
         return len(self.done) - min(self.stop_tokens, len(self.done)) if trims else len(self.done)
 
     def text(self, decode: Callable[[npt.NDArray[np.int32]], str]) -> str:

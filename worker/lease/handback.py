@@ -84,6 +84,13 @@ class Handback:
             self._held.drop(job_id)
         return states.count("ok")
 
+    async def stop_all(self) -> list[HeldJob]:
+        """Mark every held job as one that ends with what it has, see Broker.stop. Raises RedisError or OSError."""
+        jobs, lease = list(self._held), self._current()
+        if lease is not None:
+            await broker_of(lease.redis, lease.keys.pool).stop([held.id for held in jobs])
+        return jobs
+
     async def disown(self, lease: Lease, too_many: bool, known: Callable[[], set[str] | None]) -> None:
         """Give back strays: jobs that Redis has under this worker's name and the worker does not know.
 

@@ -4,7 +4,7 @@ They run in SGLang's scheduler process, on the logits of a batch's rows, after l
 before temperature and truncation. This module imports no torch, because a worker checks jobs with it too.
 """
 
-from .processor import LogitProcessor, Rows
+from .processor import LogitProcessor, Rows, tensor_on
 from .registry import GROUP, Registry, known_processors
 
-__all__ = ["GROUP", "LogitProcessor", "Registry", "Rows", "known_processors"]
+__all__ = ["GROUP", "LogitProcessor", "Registry", "Rows", "known_processors", "tensor_on"]

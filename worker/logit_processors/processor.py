@@ -11,6 +11,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def tensor_on(device: torch.device, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return numbers as a tensor on `device`. A plain copy would wait for the whole forward pass that a GPU still has
+    to do, and nothing could be prepared for the next one meanwhile."""
+    import torch  # noqa: PLC0415
+
+    made = torch.tensor(values, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
 class Request(Protocol):
     """One sample's request in the engine, as :class:`Rows` uses it."""
 
@@ -50,6 +59,10 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.params)
+
+    def tensor(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return numbers as a tensor on the device of the logits, without waiting for the forward pass."""
+        return tensor_on(self.generated.device, values, dtype)
 
     def counts(self) -> list[int]:
         """Return `generated` as numbers. On a GPU it waits for the forward pass, which `generated` itself does not."""

@@ -21,6 +21,7 @@ _HERE = __package__
 BUILT_IN = {
     "action_mask": f"{_HERE}.token_masks:ActionMask",
     "disallowed_tokens": f"{_HERE}.token_masks:DisallowedTokens",
+    "forced_tokens": f"{_HERE}.token_masks:ForcedTokens",
     "min_new_tokens": f"{_HERE}.token_masks:MinNewTokens",
     "temperature_schedule": f"{_HERE}.temperature_schedule:TemperatureSchedule",
 }

@@ -63,6 +63,6 @@ def _table(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each row's points, the last one repeated up to the longest list, and 1 for "linear", 0 for "step"."""
     most = max(len(params["points"]) for params in rows.params)
     padded = [[*params["points"], *[params["points"][-1]] * (most - len(params["points"]))] for params in rows.params]
-    table = torch.tensor(padded, dtype=torch.float32, device=rows.generated.device)
+    table = rows.tensor(padded, torch.float32)
     linear = [float(params.get("shape", "linear") == "linear") for params in rows.params]
-    return table[..., 0].contiguous(), table[..., 1].contiguous(), torch.tensor(linear, device=table.device)
+    return table[..., 0].contiguous(), table[..., 1].contiguous(), rows.tensor(linear)

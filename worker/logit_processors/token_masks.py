@@ -1,4 +1,4 @@
-"""Processors that allow only some tokens, forbid some, or forbid some until the sample has a length."""
+"""Processors that allow only some tokens, forbid some, forbid some until the sample has a length, or dictate them."""
 
 from __future__ import annotations
 
@@ -55,16 +55,38 @@ class MinNewTokens(LogitProcessor):
         logits.masked_fill_(listed & (rows.generated < least)[:, None], NEVER)
 
 
+class ForcedTokens(LogitProcessor):
+    """Dictates the sample's first tokens: they are `token_ids`, in order. Those that follow are free."""
+
+    @classmethod
+    def validate(cls, params: Mapping[str, Any], vocab_size: int) -> None:
+        check.only(params, ["token_ids"])
+        check.token_ids(params, vocab_size)
+
+    def __call__(self, logits: torch.Tensor, rows: Rows) -> None:
+        ids, counts = rows.keep_all(partial(_dictated, rows))
+        token = ids.gather(1, rows.generated.clamp(max=ids.shape[1] - 1)[:, None])
+        kept = logits.gather(1, token)
+        logits.masked_fill_((rows.generated < counts)[:, None], NEVER).scatter_(1, token, kept)
+
+
+def _dictated(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (rows, most) and (rows,) int64: the tokens of each row, filled up with zeros, and how many there are."""
+    lists = [torch.tensor(params["token_ids"]) for params in rows.params]
+    device = rows.generated.device
+    counts = torch.tensor([len(ids) for ids in lists], device=device)
+    return torch.nn.utils.rnn.pad_sequence(lists, batch_first=True).to(device), counts
+
+
 def _listed(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return (rows, vocabulary) bool: the tokens in each row's `token_ids`."""
 
     def one(row: int) -> torch.Tensor:
-        mask = torch.zeros(logits.shape[1], dtype=torch.bool)
-        mask[list(rows.params[row]["token_ids"])] = True
-        return mask.to(logits.device)
+        mask = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+        return mask.index_fill_(0, rows.tensor(list(rows.params[row]["token_ids"]), torch.int64), True)
 
     return torch.stack([rows.keep(row, partial(one, row)) for row in range(len(rows))])
 
 
 def _least(rows: Rows) -> torch.Tensor:
-    return torch.tensor([params["min_new_tokens"] for params in rows.params], device=rows.generated.device)
+    return rows.tensor([params["min_new_tokens"] for params in rows.params])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...messages.errors import EngineDead, EngineError, RequestRefused, RolloutMQError
+from ...messages.errors import EngineDead, EngineError, InvalidField, RequestRefused, RolloutMQError
 
 KEEP_ALL = 1 << 30
 
@@ -90,6 +90,8 @@ class ScriptedOps:
         await asyncio.sleep(0)
         if operation in known:
             return known[operation](params)
+        if operation == "parameter":
+            return self._parameter(params)
         if operation == "audit":
             return await asyncio.to_thread(self._audit, params)
         if operation == "export":
@@ -152,41 +154,52 @@ class ScriptedOps:
         return {"folder": str(trace.parent), "files": {trace.name: trace.stat().st_size}}
 
     def _audit(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        import torch  # noqa: PLC0415
-
         from ...sync.tensors import digest  # noqa: PLC0415
 
         weights, most = dict(self._engine.weights), int(params["names"])
+        if params["only"]:
+            weights = {name: weights[name] for name in params["only"]}
         values = {name: digest(tensor.contiguous()) for name, tensor in weights.items()}
         wrong, compared, why = [], 0, "nothing was received"
         if self.receiver is not None:
             try:
                 with self.receiver.lending(int(params["version"])) as (manifest, _):
                     specs, why = manifest.tensors, ""
+                specs = [spec for spec in specs if not params["only"] or spec.name in params["only"]]
                 wrong = [spec.name for spec in specs if values.get(spec.name) != spec.digest]
                 compared = len(specs)
             except RolloutMQError as reason:
                 why = str(reason)
-        nonfinite = [n for n, t in weights.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
-        zero = [n for n, t in weights.items() if t.dim() > 1 and t.numel() and not bool(t.any())]
+        found = {
+            "nan": [n for n, t in weights.items() if bool(t.isnan().any())],
+            "inf": [n for n, t in weights.items() if bool(t.isinf().any())],
+            "zero": [n for n, t in weights.items() if t.dim() > 1 and t.numel() and not bool(t.any())],
+            "wrong": wrong,
+        }
         return {
             "parameters": len(weights),
             "nbytes": sum(tensor.nbytes for tensor in weights.values()),
             "fingerprint": json.dumps(sorted(values.items())),
-            "nonfinite": nonfinite[:most],
-            "zero": zero[:most],
-            "wrong": wrong[:most],
+            **{kind: names[:most] for kind, names in found.items()},
             "compared": compared,
-            "found": {"nonfinite": len(nonfinite), "zero": len(zero), "wrong": len(wrong)},
+            "found": {kind: len(names) for kind, names in found.items()},
             "not_compared": why,
         }
 
+    def _parameter(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        if (tensor := self._engine.weights.get(params["name"])) is None:
+            raise InvalidField("name", params["name"], f"one of {', '.join(self._engine.weights)}")
+        values = tensor[: params["truncate_size"]].tolist()
+        return {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "values": values, "rank": 0, "ranks": 1}
+
     def _export(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        from ...sync.disk import SnapshotStore  # noqa: PLC0415
+        from ...sync.disk import FILE_BYTES, SnapshotStore  # noqa: PLC0415
         from ...sync.packing import PackedWeights  # noqa: PLC0415
 
         if not self._engine.weights:
             raise EngineError("the scripted engine has received no weights")
         snapshot = PackedWeights(int(params["version"]), dict(self._engine.weights), keep="host").snapshot()
-        path = SnapshotStore(params["path"], keep=KEEP_ALL).save(snapshot)
+        path = SnapshotStore(params["path"], keep=KEEP_ALL, file_bytes=params.get("max_size") or FILE_BYTES).save(
+            snapshot
+        )
         return {"path": str(path), "tensors": len(snapshot.manifest.tensors), "nbytes": snapshot.manifest.nbytes}

@@ -10,7 +10,7 @@ import asyncio
 import json
 from typing import Any
 
-from ...messages.errors import EngineError, MessageError
+from ...messages.errors import EngineError, InvalidField, MessageError
 from ...sync.transfer import TransferReport
 from .wire import LINE_LIMIT, socket_path
 
@@ -31,12 +31,15 @@ class Channel:
             raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
 
     async def operate(self, rank: int, operation: str, **params: Any) -> dict[str, Any]:
-        """Have a scheduler process run an operation, and return its result. Raises EngineError, also for its errors."""
+        """Have a scheduler process run an operation, and return its result. Raises EngineError, also for its errors,
+        and InvalidField for a parameter that the process refuses."""
         text = await self._ask(rank, {"operate": {"operation": operation, **params}})
         try:
             answer: dict[str, Any] = json.loads(text)
             if answer["ok"]:
                 return dict(answer["result"])
+            if "invalid" in answer:
+                raise InvalidField(*answer["invalid"])
             raise EngineError(f"{operation}: {answer['kind']}: {answer['error']}")
         except (ValueError, KeyError, TypeError) as error:
             raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error

@@ -202,6 +202,12 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         "enable_return_routed_experts": config.routed_experts or None,
         "enable_deterministic_inference": config.deterministic or None,
     }
+    if config.extra.get("schedule_policy", "fcfs") in ("fcfs", "lof"):  # what runs is not preempted: it has its memory
+        arguments |= {
+            "enable_priority_scheduling": True,
+            "disable_priority_preemption": True,
+            "default_priority_value": 0,
+        }
     if config.task != "generate":
         if config.max_lora_rank is not None:
             raise ConfigError(f"max_lora_rank={config.max_lora_rank}: adapters are for task='generate'")

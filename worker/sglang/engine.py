@@ -82,7 +82,7 @@ class SGLangEngine:
             info = await run.open()
         self._run = run
         try:
-            random, able = self.config.load_format == "dummy", features(self.config, run.manager, info.device)
+            random, able = self.config.load_format == "dummy", features(self.config, run.manager)
             self._info = replace(info, empty=empty, random=random, features=able)
             self._shapes = run.engine.shapes()
             if self.config.task == "reward":

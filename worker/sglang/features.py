@@ -21,10 +21,9 @@ FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.js
 """A model directory with none of these has no tokenizer."""
 
 
-def features(config: SGLangConfig, manager: Any, device: str) -> frozenset[str]:
+def features(config: SGLangConfig, manager: Any) -> frozenset[str]:
     """Return the names of features, as in GenerateJob.unsupported. manager: the running engine's tokenizer manager."""
-    # Models with encoders run on GPUs only.
-    media = {MEDIA} if device == "cuda" and getattr(manager, "mm_processor", None) is not None else set()
+    media = {MEDIA} if getattr(manager, "mm_processor", None) is not None else set()
     if config.task != "generate":
         return frozenset({TASK_FEATURES[config.task], *media})
     found = {*media, TASK_FEATURES["score"], TOOLS, *LOGPROBS, "stream"}

@@ -21,6 +21,7 @@ from ...messages.nearest import nearest
 from ..cpu_support import prepare_engine
 from ..engine import EngineInfo
 from . import patches
+from .calls import keep_tokens
 from .calls.answer import INPUT_LOGPROBS, LOGPROBS, STATE, Shapes
 from .config import SGLangConfig
 from .inside import ChildSetup, run_scheduler
@@ -113,7 +114,10 @@ class Launched:
             vocab_size=int(model.vocab_size),
             context_length=self._token_limit(),
             tp_size=config.tp_size,
+            pp_size=config.pp_size,
+            dp_size=config.dp_size,
             ep_size=config.ep_size,
+            kv_tokens=int(self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]),
             gpu_model=torch.cuda.get_device_name(arguments.base_gpu_id) if cuda else "",
             deterministic=config.deterministic,
             startup=self._startup(),
@@ -214,6 +218,7 @@ def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str]
             EngineProcesses ends the engine.
             """
 
+    _keep_tokens_of_processors()
     if arguments["device"] == "cpu" and arguments.get("enable_deterministic_inference"):
         _allow_deterministic("torch_native")
     # SGLang's would replace the root logger's handlers, which belong to the host program. Its child processes still
@@ -225,6 +230,17 @@ def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str]
     # SGLang's watchdog sends SIGQUIT to this process when a child ends. This package watches them itself.
     engine.tokenizer_manager._subprocess_watchdog.stop()
     return Launched(engine)
+
+
+def _keep_tokens_of_processors() -> None:
+    """Have SGLang keep a prompt's tokens. It is done before SGLang copies the processor for its threads."""
+    make = patches.original("managers.tokenizer_manager:get_mm_processor")
+
+    def make_kept(hf_config: Any, server_args: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
+        keep_tokens(getattr(processor, "tokenizer", processor))
+        return make(hf_config, server_args, processor, *args, **kwargs)
+
+    patches.replace("managers.tokenizer_manager:get_mm_processor", make_kept)
 
 
 def _allow_deterministic(attention_backend: str) -> None:

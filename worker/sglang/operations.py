@@ -7,6 +7,8 @@ to the scheduler processes (`inside/operations.py`).
 from __future__ import annotations
 
 import asyncio
+import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ...messages.errors import EngineError, RequestRefused
+from ...messages.errors import EngineError, InvalidField, RequestRefused
 from ..engine import EngineInfo
 from .run import SGLangRun
 from .wire import sglang_request
@@ -168,7 +170,7 @@ async def _audit(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> di
     ranks = await _every_rank(run, "audit", **params)
     merged = dict(ranks[0])
     for rank in ranks[1:]:
-        for name in ("nonfinite", "zero", "wrong"):
+        for name in merged["found"]:
             merged[name] = sorted({*merged[name], *rank[name]})[: params["names"]]
         merged["found"] = {name: merged["found"][name] + rank["found"][name] for name in merged["found"]}
         merged["fingerprint"] = f"{merged['fingerprint']},{rank['fingerprint']}"
@@ -176,13 +178,23 @@ async def _audit(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> di
     return merged
 
 
+async def _parameter(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    if (rank := params["rank"]) >= run.config.tp_size:
+        raise InvalidField("rank", rank, f"0 to {run.config.tp_size - 1}, a rank of this engine")
+    found = await run.channel.operate(rank, "parameter", **{name: params[name] for name in params if name != "rank"})
+    return {**found, "rank": rank, "ranks": run.config.tp_size}
+
+
 async def _export(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
-    if run.config.tp_size > 1:
-        raise RequestRefused(
-            "save format='safetensors': a tensor-parallel engine holds no tensor whole; save it as 'sharded', or have "
-            "the trainer's publisher write snapshots"
-        )
-    return (await _every_rank(run, "export", **params))[0]
+    if run.config.tp_size == 1:
+        return (await _every_rank(run, "export", **params))[0]
+    # No rank holds a tensor whole. Each writes its pieces into a folder, and the first one joins them.
+    joined = str(Path(params["path"]) / f".joining-{secrets.token_hex(8)}")
+    try:
+        await _every_rank(run, "pieces", version=params["version"], joined=joined)
+        return await run.channel.operate(0, "export", **params, joined=joined)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, joined, True)
 
 
 async def _sharded(run: SGLangRun, operation: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -201,6 +213,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "sleep": _sleep,
     "wake": _wake,
     "audit": _audit,
+    "parameter": _parameter,
     "export": _export,
     "save_sharded": lambda run, _, params: _sharded(run, "save_sharded", params),
     "check_sharded": lambda run, _, params: _sharded(run, "check_sharded", params),

@@ -101,6 +101,12 @@ PATCHES: tuple[Patch, ...] = (
         why="keep the root logger's handlers, which belong to the host program",
     ),
     Patch(
+        "managers.tokenizer_manager:get_mm_processor",
+        part="worker",
+        by="launch.launch",
+        why="keep the tokens of prompts with media, which SGLang would decode and encode anew",
+    ),
+    Patch(
         "sampling.custom_logit_processor:CustomLogitProcessor",
         part="worker",
         by="calls.ask.Marker",

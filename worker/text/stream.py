@@ -128,7 +128,7 @@ def hold_back(sampling: SamplingParams) -> int | None:
     None if that may be any number of them. 0 where stops stay in the result. A token has at least one byte of text, so
     a text of n bytes has begun in n - 1 tokens at most; a stop that is complete has ended the sample.
     """
-    if sampling.include_stop:
+    if sampling.include_stop is True:
         return 0
     longest = 1
     for sequence in sampling.stop_token_sequences:

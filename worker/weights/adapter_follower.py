@@ -124,9 +124,14 @@ class AdapterFollower:
 
     async def load(self, adapter: Adapter) -> None:
         """Load one version, from wherever it is. Raises EngineError or TimeoutError."""
+        from ...sync.adapters import PINNED  # noqa: PLC0415 – torch
+
+        pinned = adapter.config.pop(PINNED, False)
         async with asyncio.timeout(LOAD_S):
             await self._engine.load_adapter(adapter)
         self._engine.info.adapters.add(adapter.name, adapter.version)
+        if pinned:
+            self._engine.info.adapters.pinned.add((adapter.name, adapter.version))
 
     async def unload(self, name: str, version: int) -> None:
         """Unload one version. Raises EngineError or TimeoutError; then the engine still has it."""

@@ -69,6 +69,7 @@ def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Pat
     assert (done.exit_code, json.loads(done.output)[worker_id]["result"]["version"]) == (0, 0)
     for arguments in (
         ("pause", "--mode", "retract"),
+        ("pause", "--mode", "abort"),
         ("resume",),
         ("abort",),
         ("abort", "--no-drop"),
@@ -94,6 +95,7 @@ def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Pat
         (("load", str(tmp_path / "none"), "9"), "NoSuchSnapshot"),
         (("adapters", "load", "a", "1", str(tmp_path / "none")), "NoSuchSnapshot"),
         (("adapters", "unload", "a"), "none"),
+        (("parameter", "a", "--truncate", "3"), "InvalidField: name='a'"),
     ):
         done = call(redis_db, *arguments)
         assert (done.exit_code, why in done.output) == (1, True), (arguments, done.output)

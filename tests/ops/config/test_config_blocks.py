@@ -157,8 +157,6 @@ VERL = "actor_rollout_ref.rollout"
         ("skyrl_flat.yaml", "generator.model_dtype", "int4", "one of auto"),
         ("skyrl_flat.yaml", "generator.max_num_seqs", 0, "greater than or equal to 1"),
         ("skyrl_flat.yaml", "generator.gpu_memory_utilization", "${trainer.memory}", "this file has no trainer.memory"),
-        ("skyrl_flat.yaml", "generator.engine_init_kwargs.enable_eplb", True, "only False: experts that move"),
-        ("skyrl_flat.yaml", "generator.enable_http_endpoint", True, "false: nothing of the pool listens on HTTP"),
         ("skyrl_nested.yaml", "generator.inference_engine.enable_pd", True, "one engine"),
         ("skyrl_nested.yaml", "generator.inference_engine.speculative_config", {"method": "mtp"}, "draft model"),
         ("skyrl_nested.yaml", "generator.inference_engine.engine_init_kwargs.swap_space", 4, "argument of vLLM"),

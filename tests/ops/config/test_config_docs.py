@@ -44,3 +44,21 @@ def test_the_names_of_sampling_parameters_shown_are_known() -> None:
     names = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", table)) - {"action_mask"}
     assert len(names) > 40
     assert names <= RULES.keys() | NESTED
+
+
+def test_the_memory_shown_is_what_its_arithmetic_gives() -> None:
+    (table,) = re.findall(r"## How much memory\n.*?\|---\|.*?\n(.*?)\n\n", PAGE, re.DOTALL)
+    usable, left = (float(number) for number in re.findall(r"\((\d+) GiB for use\), of\s+which (\d+) GiB", PAGE)[0])
+    sizes = {"1.5B": (1.54e9, 1), "4B": (4.02e9, 1), "8B": (8.19e9, 1), "32B": (32.8e9, 2)}
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
+    assert len(rows) == len(sizes)
+    for _, example, weights, kv, alone, tokens, staged in rows:
+        parameters, gpus = sizes[example.split()[0].rstrip(":")]
+        layers, heads = (int(number) for number in re.findall(r"(\d+) (?:layers|heads)", example))
+        gib, per_token = 2 * parameters / gpus / 2**30, 2 * layers * heads * 128 * 2 / gpus
+        assert float(weights) == round(gib, 1)
+        assert float(kv) * 1024 == per_token
+        assert float(alone) == round((usable - left) / usable, 2)
+        fits = (float(alone) * usable - gib) * 2**30 / per_token
+        assert abs(int(tokens.replace(",", "")) - fits) < 0.01 * fits
+        assert staged == "-" if gpus > 1 else float(staged) == round((usable - left - gib) / usable, 2)

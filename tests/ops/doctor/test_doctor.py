@@ -279,17 +279,72 @@ def test_every_optional_part_is_told() -> None:
 @pytest.mark.parametrize(
     ("prints", "levels", "says"),
     [
-        ('print(\'{"cuda": "12.8", "available": true, "nccl": "2.27.3"}\')', ["ok", "ok"], "CUDA 12.8"),
-        ('print(\'{"cuda": null, "available": false, "nccl": null}\')', ["problem"], "built without CUDA, sees no GPU"),
+        (
+            'print(\'{"cuda": "12.8", "available": true, "nccl": "2.27.3", "unusable": null}\')',
+            ["ok", "ok", "ok"],
+            "CUDA 12.8",
+        ),
+        (
+            'print(\'{"cuda": null, "available": false, "nccl": null, "unusable": null}\')',
+            ["problem"],
+            "built without CUDA, sees no GPU",
+        ),
         ("raise ImportError('libcudart.so.12: cannot open')", ["problem"], "libcudart.so.12"),
     ],
 )
 def test_torch_on_a_gpu_host(prints: str, levels: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_ASK_TORCH", prints)
     installed(monkeypatch, torch="2.13.0")
-    found = [it for it in engine.engine_findings(has_gpu=True)[1] if it.name in {"torch", "nccl"}]
+    found = [it for it in engine.engine_findings(has_gpu=True)[1] if it.name in {"torch", "nccl", "nvrtc"}]
     assert [it.level for it in found] == levels
     assert says in found[0].found
+
+
+FAKE_TORCH = """
+import os, types
+class version: cuda = "12.8"
+class nccl: version = staticmethod(lambda: (2, 27, 3))
+jiterator = types.ModuleType("torch.cuda.jiterator")
+def _create_jit_fn(code):
+    def launch(tensor):
+        assert os.environ["USE_PYTORCH_KERNEL_CACHE"] == "0", "a kernel that is cached says nothing"
+        if os.environ["RAISES"]:
+            raise RuntimeError(os.environ["RAISES"])
+    return launch
+jiterator._create_jit_fn = _create_jit_fn
+cuda = types.ModuleType("torch.cuda")
+cuda.is_available, cuda.nccl, cuda.jiterator = lambda: True, nccl, jiterator
+def ones(*_, device):
+    return device
+"""
+
+
+@pytest.mark.parametrize(
+    ("raises", "level", "says"),
+    [
+        ("", "ok", "compiles kernels"),
+        ("Error in dlopen: libnvrtc.so.12: cannot open shared object file", "problem", "libnvrtc.so.12: cannot open"),
+        ("nvrtc: error: failed to open libnvrtc-builtins.so.12.8.", "problem", "libnvrtc-builtins.so.12.8"),
+        ("CUDA out of memory. Tried to allocate\n2 MiB", "warning", "could not be tried: CUDA out of memory. Tried to"),
+    ],
+)
+def test_whether_torch_can_compile_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: str, level: str, says: str
+) -> None:
+    """The question as it is asked, of a torch that answers like one on a host with a GPU."""
+    (tmp_path / "torch.py").write_text(FAKE_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RAISES", raises)
+    installed(monkeypatch, torch="2.13.0")
+    found = by_name(engine.engine_findings(has_gpu=True)[1])["nvrtc"]
+    assert (found.level, says in found.found) == (level, True), found
+    assert ("LD_LIBRARY_PATH" in found.advice) == (level == "problem")
+
+
+def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_ASK_TORCH", "raise SystemExit(1)")
+    installed(monkeypatch, torch="2.13.0")
+    assert "nvrtc" not in by_name(engine.engine_findings(has_gpu=False)[1])
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from rolloutmq.messages.errors import InvalidField, RequestRefused
 from rolloutmq.messages.fetch import fetch
 from rolloutmq.messages.model.chat import ChatMessage
 from rolloutmq.messages.model.media import MAX_MEDIUM_BYTES, Medium
+from rolloutmq.producer.calls import History, prompt_fields
 from rolloutmq.producer.data import chat_job, from_openai, medium
 from rolloutmq.worker.engine.protocol import EngineOutput
 from rolloutmq.worker.jobs.media import with_media_here
@@ -116,7 +117,7 @@ def test_a_text_may_be_base64(tmp_path: Path) -> None:
     ("kind", "source", "why"),
     [
         ("image", b"<html>", "a file of image/bmp.*begins with b'<html>'"),
-        ("video", PNG, "a file of video/mp4"),
+        ("video", PNG, "a file of .*video/mp4"),
         ("audio", b"", "1 to "),
         ("image", PNG + bytes(MAX_MEDIUM_BYTES), "1 to "),
         ("image", "/nowhere/at/all.png", "can be read"),
@@ -129,6 +130,70 @@ def test_a_text_may_be_base64(tmp_path: Path) -> None:
 def test_what_is_no_such_file_is_refused_with_the_reason(kind: Any, source: Any, why: str) -> None:
     with pytest.raises(InvalidField, match=why):
         medium(kind, source)
+
+
+def test_frames_and_samples_stay_as_they_are() -> None:
+    frames = np.random.default_rng(0).integers(0, 255, (4, 28, 56, 3), dtype=np.uint8)
+    about = {"fps": 30.0, "frames_indices": [0, 15, 30, 45], "total_num_frames": 60}
+    for source, fps in ((frames, 24.0), (np.moveaxis(frames, -1, 1).astype(np.float32), 24.0), ((frames, about), 2.0)):
+        video = medium("video", source)
+        assert (video.fps, video.mime) == (fps, "application/x-npy")
+        assert np.array_equal(np.load(io.BytesIO(video.data or b"")), frames)
+    samples = np.random.default_rng(0).normal(0, 0.3, 100).astype(np.float32)
+    soundfile = pytest.importorskip("soundfile")
+    for source, rate in ((samples, 16_000), ((samples, 8000), 8000)):
+        read, known = soundfile.read(io.BytesIO(medium("audio", source).data or b""), dtype="float32")
+        assert known == rate
+        assert np.array_equal(read, samples)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "why"),
+    [
+        ("video", np.full((2, 28, 28, 3), 0.5), "other numbers"),
+        ("video", np.full((2, 28, 28, 3), 256), "other numbers"),
+        ("video", np.zeros((28, 28, 3), np.uint8), "shape"),
+        ("video", np.zeros((2, 28, 28, 4), np.uint8), "shape"),
+        ("video", np.zeros((30, 448, 448, 3), np.uint8), "1 to "),
+        ("video", (np.zeros((2, 28, 28, 3), np.uint8), {"fps": 0.0}), "fps"),
+        ("audio", np.zeros((2, 100)), "shape"),
+        ("audio", (np.zeros(100), "fast"), "samples of one channel"),
+        ("image", np.zeros((28, 28, 3), np.uint8), "an image of PIL"),
+    ],
+)
+def test_an_array_that_would_change_is_refused(kind: Any, source: Any, why: str) -> None:
+    with pytest.raises(InvalidField, match=why):
+        medium(kind, source)
+
+
+def test_media_of_tokens_before_the_messages_come_first() -> None:
+    message, picture, sound = ChatMessage(role="user", content=[{"type": "audio"}]), medium("image", PNG), wav()
+    before = {"context_ids": [1, 2], "messages": [message]}
+    GenerateJob.build(**before, media=[picture, medium("audio", sound)])
+    for media in ([], [medium("audio", sound), picture]):
+        with pytest.raises(InvalidField, match=r"for places of \['audio'\]"):
+            GenerateJob.build(**before, media=media)
+
+
+def test_a_prompt_may_bring_its_media() -> None:
+    said = ChatMessage(role="assistant", content="What?")
+    fields = prompt_fields([said, {"role": "user", "content": [{"type": "image", "image": PNG}]}])
+    assert fields["messages"][0] is said
+    assert [one.data for one in fields["media"]] == [PNG]
+    with pytest.raises(InvalidField, match="no path"):  # of anybody's message
+        prompt_fields([{"role": "user", "content": [{"type": "image_url", "image_url": "/etc/passwd"}]}])
+    assert "media" not in prompt_fields([{"role": "user", "content": [{"type": "text", "text": "a"}]}])
+
+
+def test_a_history_keeps_media_with_their_tokens() -> None:
+    picture, sound = medium("image", PNG), medium("audio", wav())
+    ids = np.arange(3, dtype=np.int32)
+    history = History().given(ids, [picture]).given(ids).given(ids, [sound])
+    assert history.media == (picture, sound)
+    assert [history.upto(end).media for end in (0, 3, 5, 6, 9)] == [(), *[(picture,)] * 3, (picture, sound)]
+    for end in (1, 8):
+        with pytest.raises(InvalidField, match="where the place of"):
+            history.upto(end)
 
 
 def test_openai_messages_become_places_and_media_in_order(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 
 from rolloutmq.messages.errors import ConfigError
 from rolloutmq.messages.model.tools import ToolCall
-from rolloutmq.producer.data import ToolRegistry, run_tool_calls
+from rolloutmq.producer.data import ToolRegistry, from_openai, run_tool_calls
 
+PNG, MP4 = b"\x89PNG\r\n\x1a\n" + bytes(8), b"\0\0\0\x18ftypmp42" + bytes(12)
 SCHEMA = {
     "type": "function",
     "function": {
@@ -59,6 +60,10 @@ class Check:
                 raise KeyError("broken")
             case "image":
                 return Response(image=[b""]), 0.0, {}
+            case "show":
+                return Response(text="Look.", image=[PNG, None, PNG], video=[MP4]), 0.0, {}
+            case "only":
+                return Response(image=[PNG]), 0.0, {}
         right = answer == self.truth[instance_id]
         return Response(text=f"{answer}: {right}"), self.config["step"], {"right": right}
 
@@ -126,7 +131,7 @@ async def test_a_tool_class_is_created_executed_and_released_for_each_call(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"), [("break", "KeyError"), ("image", "images or video"), ("hang", "did not answer within")]
+    ("answer", "says"), [("break", "KeyError"), ("image", "image='bytes': 1 to"), ("hang", "did not answer within")]
 )
 async def test_an_instance_is_released_however_its_call_ends(tmp_path: Path, answer: str, says: str) -> None:
     registry = load(tmp_path, entry("Check", tool_schema=SCHEMA))
@@ -134,6 +139,18 @@ async def test_an_instance_is_released_however_its_call_ends(tmp_path: Path, ans
     assert says in (outcome.error or "")
     assert (outcome.reward, outcome.state_reward) == (None, None)
     assert len(instance(registry).released) == 1
+
+
+async def test_pictures_and_videos_of_an_answer_are_shown_with_the_tools_message(tmp_path: Path) -> None:
+    registry = load(tmp_path, entry("Check", tool_schema=SCHEMA))
+    shown, only = await run_tool_calls([call("show"), call("only")], registry)
+    assert [(one.kind, one.data) for one in shown.media] == [("image", PNG), ("image", PNG), ("video", MP4)]
+    chat, media = from_openai([shown.as_message(), only.as_message()])
+    assert [message.media for message in chat] == [("image", "image", "video"), ("image",)]
+    assert chat[0].rendered()["content"][-1] == {"type": "text", "text": "Look."}
+    assert (chat[0].role, chat[0].tool_call_id, chat[0].name) == ("tool", "call_show", "check")
+    assert len(chat[1].rendered()["content"]) == 1
+    assert media == (*shown.media, *only.media)
 
 
 async def test_an_instance_is_released_when_the_turn_is_cancelled(tmp_path: Path) -> None:

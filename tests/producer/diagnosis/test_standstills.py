@@ -122,6 +122,6 @@ async def test_a_pause_says_whose_it_is_and_since_when(redis_db: str, db: Redis)
         scene, before = Scene(redis_db, db, client, stack), time.time()
         await paused(scene)
         (reason,) = reasons(await read_pool(scene.broker))
-    assert f"is paused (pause abort by {getpass.getuser()}@{socket.gethostname()})" in reason.found
+    assert f"is paused (pause interrupt by {getpass.getuser()}@{socket.gethostname()})" in reason.found
     assert reason.since is not None
     assert before - 1 <= reason.since <= time.time()

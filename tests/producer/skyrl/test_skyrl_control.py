@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from support.pools.skyrl_trainer import NAMES, adapter, request, weights
 from rolloutmq.messages import Broker, InvalidField
 from rolloutmq.messages.errors import FeatureUnavailable, RequestRefused, RolloutMQError
 from rolloutmq.producer.inbox import features
-from rolloutmq.producer.skyrl import IncompleteWeights, extras
+from rolloutmq.producer.skyrl import IncompleteWeights, MemoryTag, extras
+from rolloutmq.worker.engine import EngineInfo
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 PROMPT: Any = {"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": 3}}
@@ -85,6 +87,15 @@ async def test_waking_everything_with_weights_that_came_meanwhile(redis_db: str)
         await it.update_named_weights(request(2))
         await it.wake_up(tags=["weights"])
         assert (await it.generate(PROMPT))["weight_version"] == "2"
+        await it.sleep_weights_only()
+        assert running.engine.ops.asleep == set(MemoryTag.TRAINING_DEFAULT)
+        await it.sleep_all()
+        assert running.engine.ops.asleep == set(MemoryTag.ALL)
+        await it.update_named_weights(request(3))
+        await it.wake_up_weights_only()
+        assert running.engine.ops.asleep == {MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH}
+        await it.wake_up_all()
+        assert (await it.generate(PROMPT))["weight_version"] == "3"
 
 
 async def test_sleep_that_cannot_be(redis_db: str) -> None:
@@ -105,6 +116,8 @@ async def test_caches(redis_db: str) -> None:
         await joined(it, 2)
         await it.reset_prefix_cache()
         assert one.engine.ops.flushes == two.engine.ops.flushes == 1
+        with pytest.raises(FeatureUnavailable, match="clear_storage"):  # these engines have no such storage
+            await it.clear_hicache_storage()
 
 
 async def test_integrity(redis_db: str) -> None:
@@ -113,7 +126,7 @@ async def test_integrity(redis_db: str) -> None:
         await it.update_named_weights(request(1))
         await it.continue_generation()
         valid = await it.validate_weights()
-        assert (valid["valid"], valid["version"], valid["nonfinite"]) == (True, "1", [])
+        assert (valid["valid"], valid["version"]) == (True, "1")
         assert set(valid["workers"]) == {one.id, two.id}
         whole = await it.check_weight_sync_integrity("1")
         assert whole["consistent"]
@@ -123,6 +136,40 @@ async def test_integrity(redis_db: str) -> None:
         broken = await it.check_weight_sync_integrity()
         assert not broken["consistent"]
         assert len(set(broken["fingerprints"].values())) == 2
+
+
+async def test_nan_inf_and_zeros_are_told_apart_in_all_parameters_or_some(redis_db: str) -> None:
+    async with worker(redis_db) as one, engine(redis_db) as it:
+        await joined(it)
+        await it.update_named_weights(request(1))
+        await it.continue_generation()
+        bad = {
+            "a.nan": [1.0, torch.nan],
+            "b.inf": [-torch.inf, 1.0],
+            "c.zero": [[0.0], [0.0]],
+            "d.both": [torch.nan, torch.inf],
+        }
+        one.engine.weights = {**one.engine.weights, **{name: torch.tensor(value) for name, value in bad.items()}}
+        found = await it.validate_weights()
+        assert (found["nan"], found["inf"]) == (["a.nan", "d.both"], ["b.inf", "d.both"])
+        assert (found["valid"], found["zero"], found["wrong"]) == (False, ["c.zero"], [])
+        some = await it.validate_weights(names=["b.inf", "c.zero", NAMES[0]])
+        assert (some["nan"], some["inf"], some["zero"]) == ([], ["b.inf"], ["c.zero"])
+        assert (await it.validate_weights(names=NAMES))["valid"]
+
+
+async def test_the_first_values_of_a_parameter(redis_db: str) -> None:
+    async with worker(redis_db), worker(redis_db), engine(redis_db) as it:
+        await joined(it, 2)
+        await it.update_named_weights(request(1))
+        await it.continue_generation()
+        name, tensor = next(iter(weights(1).items()))
+        assert await it.get_weights_by_name(name) == tensor.tolist()
+        assert await it.get_weights_by_name(name, truncate_size=1) == tensor[:1].tolist()
+        with pytest.raises(InvalidField, match="strange"):
+            await it.get_weights_by_name("strange")
+        with pytest.raises(InvalidField, match="truncate_size=0"):
+            await it.get_weights_by_name(name, truncate_size=0)
 
 
 async def test_saving(redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +199,25 @@ async def test_facts(redis_db: str) -> None:
     async with worker(redis_db), worker(redis_db), engine(redis_db) as it:
         await joined(it, 2)
         assert (it.tp_size(), it.pp_size(), it.dp_size(), it.ep_size()) == (1, 1, 1, 1)
+        assert (it.supports_streaming(), it.supports_sessions(), it.supports_embeddings()) == (True, True, False)
+
+
+async def test_sizes_are_those_that_workers_report(redis_db: str) -> None:
+    class Large(ScriptedEngine):
+        @property
+        def info(self) -> EngineInfo:
+            return replace(super().info, tp_size=4, pp_size=2, dp_size=3, ep_size=2, kv_tokens=1000)
+
+    async with worker(redis_db, engine=Large()), worker(redis_db, engine=Large()), engine(redis_db) as it:
+        await joined(it, 2)
+        assert (it.tp_size(), it.pp_size(), it.dp_size(), it.ep_size()) == (4, 2, 3, 2)
+        assert await it.get_world_size() == (48, 24)
+        assert it.get_memory_pool_size() == 2000
 
 
 async def test_a_pool_without_workers(redis_db: str) -> None:
     async with engine(redis_db) as it:
-        for ask in (it.tp_size, it.dp_size):
+        for ask in (it.tp_size, it.dp_size, it.get_memory_pool_size):
             with pytest.raises(RolloutMQError, match="no worker"):
                 ask()
         for call in (it.start_profile, it.validate_weights, it.check_weight_sync_integrity):
@@ -243,6 +304,8 @@ async def test_embeddings_and_rewards(redis_db: str) -> None:
         await joined(it)
         one, two = await it.encode(["a", "bb"])
         assert [one] == await it.encode("a")
+        assert it.supports_embeddings()
+        assert await it.encode_single("a", dimensions=2) == one[:2]
         similarity = float(np.dot(one, two) / np.linalg.norm(one) / np.linalg.norm(two))
         assert await it.compute_similarity("a", "bb") == pytest.approx(similarity, abs=1e-6)
         assert await it.compute_similarity("a", "a") == pytest.approx(1.0, abs=1e-6)
@@ -267,6 +330,12 @@ async def test_adapters(redis_db: str, tmp_path: Path) -> None:
         assert ("math", 1) in running.engine.loaded
         output = await it.generate({**PROMPT, "sampling_params": {"max_tokens": 3, "lora": "math"}})
         check_output(output, [1], adapter="math@1")
+        await it.load_lora_adapter("math", adapter(tmp_path), pinned=True)
+        for _ in range(2):
+            await it.load_lora_adapter("math", adapter(tmp_path))
+        await eventually(lambda: set(running.engine.loaded) == {("math", 2), ("math", 4)})
+        async with worker(redis_db, engine=ScriptedEngine(lora=True)) as late:
+            await eventually(lambda: ("math", 4) in late.engine.loaded)
         await it.unload_lora_adapter("math")
         assert not running.engine.loaded
 

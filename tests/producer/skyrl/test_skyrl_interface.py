@@ -1,6 +1,7 @@
 """Every method of SkyRL's interfaces is there, with the parameters that its callers give by name.
 
-Recorded from skyrl-train 0.3.1 and its SGLang engine (January 2026), and from skyrl 0.3.0 (August 2026).
+Recorded from skyrl-train 0.3.1, from the guide and the audit of SkyRL's SGLang engine (January 2026), and from skyrl
+0.3.0 (August 2026).
 """
 
 from __future__ import annotations
@@ -54,23 +55,30 @@ COROUTINES = {
     "get_weight_version": [],
     "update_weight_version": ["new_version", "abort_all_requests"],
     "load_weights_from_disk": ["model_path"],
-    "validate_weights": [],
+    "validate_weights": ["names"],
+    "get_weights_by_name": ["name", "truncate_size"],
     "check_weight_sync_integrity": ["expected_version"],
-    "load_lora_adapter": ["lora_name", "lora_path"],
+    "load_lora_adapter": ["lora_name", "lora_path", "pinned"],
     "unload_lora_adapter": ["lora_name"],
     "pause_generation": ["mode"],
     "continue_generation": [],
     "abort_generation": [],
     "reset_prefix_cache": ["reset_running_requests"],
-    "open_session": ["session_id"],
+    "clear_hicache_storage": [],
+    "sleep_weights_only": ["timeout"],
+    "wake_up_weights_only": ["timeout"],
+    "sleep_all": ["timeout"],
+    "wake_up_all": ["timeout"],
+    "open_session": ["session_id", "capacity"],
     "close_session": ["session_id"],
     "generate_with_session": ["session_id", "input_batch", "rid", "offset", "replace", "drop_previous_output"],
     "fork_session": ["source", "target", "offset"],
-    "score": ["input_ids", "output_ids"],
-    "encode": ["texts"],
+    "score": ["input_ids", "output_ids", "return_hidden_states"],
+    "encode": ["texts", "dimensions"],
+    "encode_single": ["text", "dimensions"],
     "compute_similarity": ["text1", "text2"],
     "decode": ["token_ids"],
-    "save_sharded_model": ["save_path"],
+    "save_sharded_model": ["path", "pattern", "max_size"],
     "save_remote_model": ["remote_path", "storage_type"],
     "start_profile": [],
     "stop_profile": [],
@@ -82,6 +90,10 @@ PLAIN: dict[str, list[str]] = {
     "pp_size": [],
     "dp_size": [],
     "ep_size": [],
+    "get_memory_pool_size": [],
+    "supports_streaming": [],
+    "supports_sessions": [],
+    "supports_embeddings": [],
 }
 DEFAULTS: dict[tuple[str, str], Any] = {
     ("generate", "model"): None,
@@ -91,6 +103,13 @@ DEFAULTS: dict[tuple[str, str], Any] = {
     ("update_weight_version", "abort_all_requests"): True,
     ("check_weight_sync_integrity", "expected_version"): None,
     ("pause_generation", "mode"): None,
+    ("load_lora_adapter", "pinned"): False,
+    ("get_weights_by_name", "truncate_size"): 100,
+    ("score", "return_hidden_states"): False,
+    ("sleep", "timeout"): 60.0,
+    ("wake_up", "timeout"): 60.0,
+    ("sleep", "abort_first"): True,
+    ("sleep", "drain_timeout"): 5.0,
     ("open_session", "session_id"): None,
     ("generate_with_session", "rid"): None,
     ("generate_with_session", "offset"): None,

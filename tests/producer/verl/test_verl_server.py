@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
+from redis.asyncio import Redis
 from support.pools.pool import eventually, worker
 
 from rolloutmq.messages.errors import FeatureUnavailable, InvalidField, JobFailed
@@ -17,9 +20,9 @@ from rolloutmq.worker.scripted.engine import ScriptedEngine
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
 
-def server(url: str, **more: Any) -> PoolServer:
+def server(url: str, prefer_s: float = 30.0, **more: Any) -> PoolServer:
     return PoolServer(
-        PoolSettings(redis_url=url),
+        PoolSettings(redis_url=url, prefer_s=prefer_s),
         **({"prompt_length": 8, "response_length": 6, "logprobs_mode": "raw_logprobs"} | more),
     )
 
@@ -39,9 +42,11 @@ async def test_a_request_gets_the_fields_of_a_token_output(redis_db: str, servin
         await made.aclose()
 
 
-async def test_the_turns_of_a_request_stay_with_the_worker_that_has_their_prefix(
-    redis_db: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cut", [0, 1])
+async def test_the_turns_of_a_conversation_stay_with_the_worker_that_has_their_prefix(
+    redis_db: str, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
+    """As verl sends them: a request id for each turn. cut: of an answer, tokens that the next turn begins without."""
     asked: set[tuple[int, ScriptedEngine]] = set()
     generate = ScriptedEngine.generate
 
@@ -51,15 +56,33 @@ async def test_the_turns_of_a_request_stay_with_the_worker_that_has_their_prefix
 
     monkeypatch.setattr(ScriptedEngine, "generate", noted)
     made = server(redis_db, prompt_length=200)
-    histories = {f"r{number}": [number, 2, 3] for number in range(16)}
+    histories = [[number, 2, 3] for number in range(16)]
     async with worker(redis_db, engine=ScriptedEngine(200)), worker(redis_db, engine=ScriptedEngine(200)):
         for _ in range(4):
-            outputs = await asyncio.gather(*(made.generate(told, PARAMS, name) for name, told in histories.items()))
-            for told, output in zip(histories.values(), outputs, strict=True):
-                told.extend(output["token_ids"])
+            outputs = await asyncio.gather(*(made.generate(told, PARAMS, uuid4().hex) for told in histories))
+            for told, output in zip(histories, outputs, strict=True):
+                told.extend([*output["token_ids"][: 6 - cut], 0, 0])
         await made.aclose()
     assert len({engine for _, engine in asked}) == 2
     assert len(asked) == len(histories)  # each of them with one engine
+
+
+@pytest.mark.one_shard
+async def test_a_turn_waits_for_its_worker_as_long_as_the_settings_say(redis_db: str, db: Redis) -> None:
+    made = server(redis_db, prefer_s=1.5)
+    async with worker(redis_db):
+        first = await made.generate([1, 2, 3], PARAMS, "r1")
+    turn = asyncio.create_task(made.generate([1, 2, 3, *first["token_ids"]], PARAMS, "r2"))
+
+    async def preference() -> list[bytes]:
+        jobs = [await db.hvals(key) async for key in db.scan_iter("*:job:*")]
+        return [value for job in jobs for value in job if re.fullmatch(rb"\d+@[\w.-]+", value)]
+
+    assert [it.partition(b"@")[0] for it in await eventually(preference)] == [b"1500"]
+    turn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+    await made.aclose()
 
 
 @pytest.mark.parametrize(
@@ -87,10 +110,14 @@ async def test_a_response_is_as_long_as_verls_own_servers_let_it_be(
 
 async def test_what_cannot_be_honoured_is_refused_by_name(redis_db: str) -> None:
     made = server(redis_db)
-    with pytest.raises(FeatureUnavailable, match="image_data"):
+    with pytest.raises(InvalidField, match="image=<object"):
         await made.generate([1], PARAMS, "r", image_data=[object()])
+    with pytest.raises(FeatureUnavailable, match=r"mm_processor_kwargs\.min_pixels"):
+        await made.generate([1], PARAMS, "r", audio_data=[[0.0]], mm_processor_kwargs={"min_pixels": 4})
     with pytest.raises(InvalidField, match="max_tokens"):
         await made.generate([1], PARAMS | {"max_tokens": "many"}, "r")
+    with pytest.raises(InvalidField, match="token_ids"):
+        await made.generate([1, -1], PARAMS, "r")
     with pytest.raises(InvalidField, match="best_of"):
         await made.generate([1], PARAMS | {"best_of": 3}, "r")
     with pytest.raises(InvalidField, match="pol"):

@@ -105,7 +105,12 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_engine(text_model: Path) -> Iterator[RemoteEngine]:
     """An engine with a tokenizer, and with overlap scheduling, in a process of its own. Its workers serve pools."""
     config = SGLangConfig(
-        model=str(text_model), dtype="float32", max_running=8, max_total_tokens=32768, overlap_schedule=True
+        model=str(text_model),
+        dtype="float32",
+        max_running=8,
+        max_total_tokens=32768,
+        overlap_schedule=True,
+        hidden_states=True,
     )
     engine = RemoteEngine(config, text_model.with_name("text-engine.log"))
     yield engine

@@ -193,7 +193,7 @@ async def by_command(scene: Scene, action: str, block: str, **params: Any) -> No
 
 
 async def paused(scene: Scene) -> None:
-    await by_command(scene, "pause", "pause", mode="abort")
+    await by_command(scene, "pause", "pause", mode="interrupt")
 
 
 async def asleep(scene: Scene) -> None:

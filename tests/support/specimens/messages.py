@@ -59,6 +59,7 @@ _HI = (ChatMessage(role="user", content="hé"),)
 def specimens() -> dict[str, Message]:
     """By name; every optional field of a kind is set in at least one of them."""
     return {
+        "ranked-job": GenerateJob(id=ID, reply_to="c", token_ids=[1], priority="low", engine_priority=-7),
         "job": GenerateJob(
             id=ID,
             reply_to="client-1",
@@ -214,6 +215,9 @@ def specimens() -> dict[str, Message]:
             refused_publishes=1,
             engine_restarts=4,
             features=("seed", "stream"),
+        ),
+        "sized-status": WorkerStatus(
+            worker_id="w", host="h", pid=9, state="serving", version=3, pp_size=2, dp_size=4, kv_tokens=65536
         ),
         "busy-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, tokens_per_s=1203.5),
         "stale-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, staleness=(5, 0, 1)),

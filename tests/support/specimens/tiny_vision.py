@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,39 @@ TEMPLATE = (
 )
 
 
-def write_tiny_vision(path: Path) -> Any:
-    """Write checkpoint and processor to `path`; returns the model in transformers, float32 with bfloat16 values."""
+def byte_tokenizer(special: Sequence[str], template: str) -> tuple[Any, dict[str, int]]:
+    """A tokenizer of transformers with a token for each byte and each of `special`, and its vocabulary.
+
+    "ab" is one token, too: the two tokens "a" and "b" are what nobody's encoding gives.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet, "ab"])}
+    plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "b")]))
+    plain.add_special_tokens([AddedToken(token, special=True) for token in special])
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(special[1:]),
+    )
+    tokenizer.chat_template = template
+    return tokenizer, vocabulary
+
+
+def write_tiny_vision(path: Path, full_attention: tuple[int, ...] = (1,)) -> Any:
+    """Write checkpoint and processor to `path`; returns the model in transformers, float32 with bfloat16 values.
+
+    full_attention: the vision layers that attend beyond windows. There SGLang lets the frames of a video see each
+    other, and transformers does not, so a comparison of videos needs ().
+    """
     prepare_transformers()
     import torch  # noqa: PLC0415
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
     from transformers import (  # noqa: PLC0415
-        PreTrainedTokenizerFast,
         Qwen2_5_VLConfig,
         Qwen2_5_VLForConditionalGeneration,
         Qwen2_5_VLProcessor,
@@ -40,19 +67,7 @@ def write_tiny_vision(path: Path) -> Any:
         Qwen2VLVideoProcessor,
     )
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
-    plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    plain.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=plain,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=list(SPECIAL[1:]),
-    )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer, vocabulary = byte_tokenizer(SPECIAL, TEMPLATE)
     limits = {"min_pixels": 56 * 56, "max_pixels": 112 * 112}
     Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**limits),
@@ -82,7 +97,7 @@ def write_tiny_vision(path: Path) -> Any:
             "intermediate_size": 128,
             "num_heads": 4,
             "out_hidden_size": 128,
-            "fullatt_block_indexes": [1],
+            "fullatt_block_indexes": list(full_attention),
         },
         image_token_id=ids["image_pad"],
         video_token_id=ids["video_pad"],

@@ -156,9 +156,17 @@ async def test_an_audit_names_what_is_wrong_and_where(redis_db: str, control: Po
         assert found.apart == (tuple(sorted((one.id, other.id))),)
         with torch.no_grad():
             one.engine.weights["first"][3] = float("nan")
-            one.engine.weights = {**one.engine.weights, "fourth": torch.zeros(2, 2)}
+            one.engine.weights = {
+                **one.engine.weights,
+                "fourth": torch.zeros(2, 2),
+                "fifth": torch.full((3,), torch.inf),
+            }
         result = (await control.audit()).answers[one.id].result
-        assert (result["nonfinite"], result["zero"]) == (["first"], ["fourth"])
+        assert (result["nan"], result["inf"], result["zero"]) == (["first"], ["fifth"], ["fourth"])
+        assert (await control.audit(only=["second"])).answers[one.id].result["clean"]
+        shown = (await control.parameter("first", truncate_size=2)).results[other.id]
+        assert (shown["values"], shown["version"]) == (other.engine.weights["first"][:2].tolist(), 1)
+        assert (await control.parameter("sixth"))[one.id].kind == "InvalidField"
         await control.pause("finish", worker_id=other.id)
         (await control.set_version(9, worker_id=other.id)).check()
         assert not (await control.audit(worker_id=other.id)).answers[other.id].result["compared"]

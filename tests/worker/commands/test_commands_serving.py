@@ -19,6 +19,7 @@ from support.specimens.messages import SHORT, job
 
 from rolloutmq.messages import Broker, Lease, RolloutResult, SamplingParams
 from rolloutmq.messages.errors import TransferTimeout
+from rolloutmq.producer.client import RolloutClient
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync import WeightPublisher
 from rolloutmq.sync.transfer import Ledger, TransferOrder
@@ -28,7 +29,7 @@ from rolloutmq.worker.scripted.engine import ScriptedEngine
 # --- pausing ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place", "finish"])
+@pytest.mark.parametrize("mode", ["interrupt", "retract", "in_place", "finish"])
 async def test_what_runs_at_a_pause_comes_back_and_nothing_new_begins(
     mode: Any, redis_db: str, control: PoolControl, broker: Broker
 ) -> None:
@@ -56,13 +57,33 @@ async def test_what_runs_at_a_pause_comes_back_and_nothing_new_begins(
         assert running.status.state == "serving"
 
 
+async def test_a_pause_that_aborts_gives_clients_what_there_is_and_leaves_what_is_queued(
+    redis_db: str, control: PoolControl
+) -> None:
+    client = RolloutClient(redis_db)
+    async with client, worker(redis_db, engine=slow(), max_running=3, prefetch=0) as running:
+        handle = await client.submit(token_ids=[1], n=3, sampling=LONG)
+        await eventually(lambda: running.generation.running == 3 and min(running.sampled, default=0) > 1)
+        queued = await client.submit(token_ids=[1], sampling=SHORT)
+        told = (await control.pause("abort")).check().results[running.id]
+        assert (told["paused"], told["ended"], running.status.held) == ("abort", 1, 0)
+        results = await client.wait(handle, 10.0)
+        assert {result.finish_reason for result in results} == {"abort"}
+        for result in results:
+            assert 1 < len(result.token_ids) < LONG.max_new_tokens
+        assert running.engine.starts == 1
+        (await control.resume()).check()
+        hurry(running)
+        assert [result.finish_reason for result in await client.wait(queued, 10.0)] == ["length"]
+
+
 async def test_one_worker_is_paused_and_its_work_goes_to_the_other(
     redis_db: str, control: PoolControl, broker: Broker
 ) -> None:
     async with worker(redis_db, engine=slow(), max_running=3) as one:
         jobs = await busy(broker, one)
         async with worker(redis_db, max_running=3) as other:
-            (await control.pause("abort", hand_back=True, worker_id=one.id)).check()
+            (await control.pause("interrupt", hand_back=True, worker_id=one.id)).check()
             await all_done(broker, jobs)
             assert other.status.state == "serving"
             assert one.status.held == 0
@@ -92,7 +113,7 @@ async def test_what_is_just_being_claimed_or_published_is_handed_back_too(
             await eventually(lambda: running.generation.running == 3)
             running.generation.end([next(iter(running.generation.in_flight.running.values()))])
         await begun.wait()
-        asked = asyncio.create_task(control.pause("abort", hand_back=True))
+        asked = asyncio.create_task(control.pause("interrupt", hand_back=True))
         await eventually(lambda: running.generation.state.paused)
         go_on.set()
         (await asked).check()
@@ -105,7 +126,7 @@ async def test_a_pause_in_place_can_become_another_one(redis_db: str, control: P
         jobs = await busy(broker, running)
         (await control.pause("in_place")).check()
         (await control.pause("in_place")).check()
-        (await control.pause("abort")).check()
+        (await control.pause("interrupt")).check()
         assert (running.generation.running, running.engine.ops.frozen) == (0, False)
         (await control.resume()).check()
         hurry(running)
@@ -292,7 +313,7 @@ async def test_an_engine_that_dies_frozen_or_asleep_comes_up_awake_and_a_pause_s
         await eventually(lambda: running.engine.starts == 2 and not running.generation.state.dead.is_set())
         told = (await control.version()).results[running.id]
         assert (told["asleep"], told["holds"]) == ([], [])
-        assert told["paused"] == ("abort" if state == "in_place" else "")
+        assert told["paused"] == ("interrupt" if state == "in_place" else "")
         (await control.resume()).check()
         hurry(running)
         await all_done(broker, jobs)

@@ -14,6 +14,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from ....messages.errors import RequestRefused
 from ...engine import EngineRequest, TaskOutput, TaskRequest
 from .answer import INPUT_LOGPROBS
+from .media import place_media
 from .request import generate_arguments
 
 ABORTED = "Aborted by AbortReq."
@@ -47,9 +48,14 @@ def generate_input(request: EngineRequest, *, deterministic: bool = False) -> An
 async def generate(manager: Any, request: EngineRequest, *, deterministic: bool = False) -> dict[str, Any] | None:
     """Return SGLang's answer to a generation request, or None if it was aborted before it reached the scheduler.
 
-    deterministic: the engine samples by seeds. Raises what SGLang raises: ValueError for a request that it refuses.
+    deterministic: the engine samples by seeds. Raises RequestRefused for media without places, and what SGLang raises:
+    ValueError for a request that it refuses.
     """
-    return await _answer(manager, generate_input(request, deterministic=deterministic))
+    asked = generate_input(request, deterministic=deterministic)
+    if request.media:
+        for name, value in (await asyncio.to_thread(place_media, request, manager.mm_processor)).items():
+            setattr(asked, name, value)
+    return await _answer(manager, asked)
 
 
 async def perform(manager: Any, request: TaskRequest) -> TaskOutput:

@@ -130,6 +130,7 @@ def generate_arguments(
         "return_logprob": True,
         "logprob_start_len": -1,
         "stream": False,
+        "priority": request.priority,
         "extra_key": request.cache_key,
         "lora_path": adapter_name(request.adapter, request.adapter_version) if request.adapter else None,
     }

@@ -9,26 +9,30 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ....messages.errors import DigestMismatch, EngineError, InvalidField, RolloutMQError, WeightSyncError
+from ....messages.errors import DigestMismatch, EngineError, InvalidField, RolloutMQError, WeightSyncError, shortly
 from ....messages.model import TensorSpec
-from ....sync.disk import SnapshotStore
+from ....messages.nearest import nearest
+from ....sync.disk import FILE_BYTES, SnapshotStore, disk_errors
 from ....sync.disk.checkpoint import checkpoint_shapes
 from ....sync.packing import PackedWeights
 from ....sync.plan import CopyPlan
 from ....sync.receive import Receiver, held_tensors
-from ....sync.tensors import digests, dtype_name, hex_of, length_term, look, side_stream
+from ....sync.tensors import Snapshot, digests, dtype_name, hex_of, length_term, look, side_stream
 from . import sharded
 from .scheduler import current
 
 KEEP_ALL = 1 << 30
 """Number of versions to keep in an operator's folder, where nothing is removed."""
 IDLE_S = 10.0
+MOST_VALUES = 1 << 20
+"""Most values of a parameter that are shown."""
+T = TypeVar("T")
 _asleep: dict[str, str] = {}
 """Digests of the parameters when the weights went to sleep."""
 
@@ -40,7 +44,9 @@ class Inside:
         self._receiver, self._model_dir = receiver, model_dir
         self._operations: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "audit": self._audit,
+            "parameter": self._parameter,
             "export": self._export,
+            "pieces": self._pieces,
             "save_sharded": self._save_sharded,
             "check_sharded": self._check_sharded,
             "load_sharded": self._load_sharded,
@@ -55,10 +61,12 @@ class Inside:
         }
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return {"ok": true, "result": …}, or {"ok": false, "kind": …, "error": …}. Never raises."""
+        """Return {"ok": true, "result": …}, or {"ok": false} with "kind" and "error", or "invalid". Never raises."""
         try:
             with self._on_device(), torch.no_grad():
                 return {"ok": True, "result": self._operations[str(question["operation"])](question)}
+        except InvalidField as error:
+            return {"ok": False, "invalid": [error.field, shortly(error.value), error.allowed]}
         except Exception as error:  # whatever torch or the disk raises belongs into the answer
             return {"ok": False, "kind": type(error).__name__, "error": str(error) or type(error).__name__}
 
@@ -68,20 +76,23 @@ class Inside:
         """Compare parameters with the trainer's digests, if the engine knows how they were loaded."""
         most, version = int(question["names"]), int(question["version"])
         with side_stream(self._receiver.device):
-            parameters = dict(_model().named_parameters())
+            parameters = _chosen(dict(_model().named_parameters()), question["only"])
             values, bad = _look(parameters)
-            zero = [n for n, p in parameters.items() if p.dim() > 1 and _is_zero(p, values[n])]
-            wrong, compared, why = self._compare(version)
-        nonfinite = [name for name, count in bad.items() if count]
+            wrong, compared, why = ([], 0, "only") if question["only"] else self._compare(version)
+            nonfinite = {name: parameters[name].float() for name, count in bad.items() if count}
+            found = {
+                "nan": [name for name, one in nonfinite.items() if one.isnan().any()],
+                "inf": [name for name, one in nonfinite.items() if one.isinf().any()],
+                "zero": [n for n, p in parameters.items() if p.dim() > 1 and _is_zero(p, values[n])],
+                "wrong": wrong,
+            }
         return {
+            **{kind: names[:most] for kind, names in found.items()},
             "parameters": len(parameters),
             "nbytes": sum(parameter.nbytes for parameter in parameters.values()),
             "fingerprint": _fingerprint(parameters, values),
-            "nonfinite": nonfinite[:most],
-            "zero": zero[:most],
             "compared": compared,
-            "wrong": wrong[:most],
-            "found": {"nonfinite": len(nonfinite), "zero": len(zero), "wrong": len(wrong)},
+            "found": {kind: len(names) for kind, names in found.items()},
             "not_compared": why,
         }
 
@@ -95,6 +106,34 @@ class Inside:
         except RolloutMQError as reason:
             return [], 0, str(reason)
         return [spec.name for spec, value in zip(specs, found, strict=True) if spec.digest != value], len(specs), ""
+
+    def _parameter(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a parameter, by the engine's name or the trainer's: its first values."""
+        name, entries = str(question["name"]), int(question["truncate_size"])
+        with side_stream(self._receiver.device):
+            held: dict[str, torch.Tensor] = dict(_model().named_parameters())
+            if name not in held:
+                with contextlib.suppress(RolloutMQError):
+                    held |= self._under_their_names(int(question["version"]))
+            if name not in held:
+                raise InvalidField("name", name, f"a parameter that this rank holds whole{nearest(name, list(held))}")
+            first = held[name][:entries] if held[name].dim() else held[name]
+            if first.numel() > MOST_VALUES:
+                most = MOST_VALUES * len(first) // first.numel()
+                raise InvalidField("truncate_size", entries, f"at most {most} entries of {list(held[name].shape)}")
+            return {
+                "shape": list(held[name].shape),
+                "dtype": dtype_name(held[name].dtype),
+                "values": first.float().tolist(),
+            }
+
+    def _under_their_names(self, version: int) -> dict[str, torch.Tensor]:
+        """Views of parameters under the trainer's names, or the checkpoint's. Raises PlanImpossible, EngineError."""
+        try:
+            with self._receiver.lending(version) as (_, plan):
+                return held_tensors(plan)
+        except WeightSyncError:  # it was not received, so it is the model as it was loaded
+            return self._own()
 
     def _mark(self, question: dict[str, Any]) -> dict[str, Any]:
         """Note the weights' digests before they go to sleep, and free what is kept beside them."""
@@ -146,26 +185,25 @@ class Inside:
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def _export(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Save the served version under the trainer's names, as a version of a SnapshotStore."""
-        version, began = int(question["version"]), time.monotonic()
-        with side_stream(self._receiver.device):
-            expected: dict[str, str] = {}
-            try:
-                with self._receiver.lending(version) as (manifest, plan):
-                    tensors = held_tensors(plan)
-                    expected = {spec.name: spec.digest for spec in manifest.tensors}
-                    snapshot = PackedWeights(version, tensors, keep="host").snapshot()
-            except WeightSyncError:
-                # It was not received, so it is the model as it was loaded, under its checkpoint's names.
-                tensors = self._own()
-                snapshot = PackedWeights(version, tensors, keep="host").snapshot()
+        """Save the served version under the trainer's names, as a version of a SnapshotStore.
+
+        joined: folder with the pieces of all ranks, of an engine that has more than one.
+        """
+        version, began, joined = int(question["version"]), time.monotonic(), question.get("joined")
+
+        def packed(specs: Sequence[TensorSpec], plan: CopyPlan | None) -> Snapshot:
+            tensors = sharded.joined(specs, Path(joined)) if joined else held_tensors(plan)
+            return PackedWeights(version, tensors, keep="host").snapshot()
+
+        snapshot, expected = self._of(version, packed)
         for spec in snapshot.manifest.tensors:
             if expected.get(spec.name, spec.digest) != spec.digest:
                 raise DigestMismatch(f"tensor {spec.name}: the engine holds something else than was sent")
-        base = self._model_dir if Path(self._model_dir).is_dir() else None
-        path = SnapshotStore(question["path"], keep=KEEP_ALL, base=base).save(snapshot)
+        store = SnapshotStore(
+            question["path"], keep=KEEP_ALL, base=self._base, file_bytes=question.get("max_size") or FILE_BYTES
+        )
         return {
-            "path": str(path),
+            "path": str(store.save(snapshot)),
             "tensors": len(snapshot.manifest.tensors),
             "nbytes": snapshot.manifest.nbytes,
             "digest": snapshot.manifest.fingerprint,
@@ -173,12 +211,38 @@ class Inside:
             "seconds": time.monotonic() - began,
         }
 
-    def _own(self) -> dict[str, torch.Tensor]:
-        shapes, model = checkpoint_shapes(self._model_dir), _model()
+    def _pieces(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Write this rank's pieces of the served version's tensors, for `_export`."""
+        folder = Path(question["joined"])
+
+        def written(_: Sequence[TensorSpec], plan: CopyPlan | None) -> list[str]:
+            with disk_errors("writing", folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                return sharded.write(sharded.pieces(plan), folder, self._receiver.rank)
+
+        return {"files": self._of(int(question["version"]), written)[0]}
+
+    def _of(self, version: int, use: Callable[[Sequence[TensorSpec], CopyPlan | None], T]) -> tuple[T, dict[str, str]]:
+        """Call `use` with a layout and how it was loaded; return also the trainer's digests, if the layout is its."""
+        with side_stream(self._receiver.device):
+            try:
+                with self._receiver.lending(version) as (manifest, plan):
+                    return use(manifest.tensors, plan), {spec.name: spec.digest for spec in manifest.tensors}
+            except WeightSyncError:
+                # It was not received, so it is the model as it was loaded, under its checkpoint's names.
+                specs = self._own()
+                return use(specs, CopyPlan.trace(_model(), specs)), {}
+
+    @property
+    def _base(self) -> str | None:
+        return self._model_dir if Path(self._model_dir).is_dir() else None
+
+    def _own(self) -> list[TensorSpec]:
+        shapes = checkpoint_shapes(self._model_dir)
         if not shapes:
             raise EngineError(f"{self._model_dir!r} has no safetensors files on this host, so no names to export under")
-        dtype = next(model.parameters()).dtype
-        specs = [
+        dtype = next(_model().parameters()).dtype
+        return [
             TensorSpec(
                 name=name,
                 dtype=dtype_name(dtype),
@@ -190,7 +254,6 @@ class Inside:
             )
             for name, shape in shapes.items()
         ]
-        return CopyPlan.trace(model, specs).export()
 
     def _buffers(self, question: dict[str, Any]) -> dict[str, Any]:
         """Name buffers that a checkpoint has, and that are floats."""
@@ -199,7 +262,15 @@ class Inside:
         return {"names": [name for name, one in stored.items() if name not in own and one.is_floating_point()]}
 
     def _save_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
-        return sharded.save(_model(), Path(question["path"]), self._receiver.rank, int(question["version"]))
+        return sharded.save(
+            _model(),
+            Path(question["path"]),
+            self._receiver.rank,
+            int(question["version"]),
+            base=self._base,
+            pattern=question.get("pattern") or sharded.PATTERN,
+            max_size=question.get("max_size") or FILE_BYTES,
+        )
 
     def _check_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
         with contextlib.closing(sharded.Shards(_model(), Path(question["path"]), self._receiver.rank)) as shards:
@@ -231,6 +302,14 @@ def _look(parameters: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], dict[
     tensors = [parameter.detach().contiguous() for parameter in parameters.values()]
     values, bad = look(tensors)
     return dict(zip(parameters, hex_of(values), strict=True)), dict(zip(parameters, bad.tolist(), strict=True))
+
+
+def _chosen(parameters: dict[str, torch.Tensor], only: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the parameters of these names, without names all of them. Raises InvalidField for an unknown one."""
+    for name in only:
+        if name not in parameters:
+            raise InvalidField("only", name, f"a parameter of the engine{nearest(name, list(parameters))}")
+    return {name: parameters[name] for name in only} if only else parameters
 
 
 def _is_zero(parameter: torch.Tensor, value: str) -> bool:

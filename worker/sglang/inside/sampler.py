@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.layers import sampler as sampler_module
 
-from ...logit_processors import LogitProcessor, Registry, Rows
+from ...logit_processors import LogitProcessor, Registry, Rows, tensor_on
 from ..wire import ALL_STATES, GENERATED, KEY, PROCESSORS, SCALED, extras_of
 from . import prompt_logprobs
 
@@ -209,8 +209,8 @@ class _Group:
         self.told = [told for _, _, told in members]
         self.places = [place for _, place, _ in members]
         self.params = [told.processors[place][1] for _, place, told in members]
-        self.index = torch.tensor([row for row, _, _ in members], device=device)
-        self.prompts = torch.tensor([told.prompt_len for told in self.told], device=device)
+        self.index = tensor_on(device, [row for row, _, _ in members])
+        self.prompts = tensor_on(device, [told.prompt_len for told in self.told])
         self.shared: dict[str, Any] = {}
 
     def rows(self, positions: torch.Tensor) -> Rows:
@@ -295,4 +295,4 @@ class Plan:
 
 
 def _index(rows: list[int], device: torch.device) -> torch.Tensor | None:
-    return torch.tensor(rows, device=device) if rows else None
+    return tensor_on(device, rows) if rows else None

@@ -40,6 +40,7 @@ def test_who_asks_for_nothing_carries_nothing() -> None:
         "return_logprob": True,
         "logprob_start_len": -1,
         "stream": False,
+        "priority": 0,
         "extra_key": "key",
         "lora_path": None,
     }

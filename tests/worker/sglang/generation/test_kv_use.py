@@ -1,4 +1,4 @@
-"""How much of its KV cache an engine says that requests hold, and which of them it says have a token."""
+"""How much of its KV cache an engine says that requests hold, which have a token, and which is scheduled first."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from support.engines.fixtures import KV_TOKENS, MAX_RUNNING
+from support.engines.manual import all_that_can_happen_now
 from support.pools.pool import eventually
 
 from rolloutmq.messages import SamplingParams
@@ -71,3 +72,37 @@ async def test_who_has_a_token_is_named_and_who_is_still_read_is_not(engine: SGL
     engine.abort_all()
     await asyncio.gather(*running)
     assert await going() == set()
+
+
+async def test_of_what_waits_the_highest_number_is_scheduled_first(engine: SGLangEngine) -> None:
+    """All slots are taken by requests that stay, and one is freed once the others wait: they run one after another."""
+    params = SamplingParams(ignore_eos=True)
+    prompt = np.arange(100, 110, dtype=np.int32)
+    stay = [EngineRequest(f"{100 + number:044x}", prompt, params, 900, "slots") for number in range(MAX_RUNNING)]
+    numbers = (0, 5, -3, 9, 1, 5)
+    wait = [
+        EngineRequest(f"{200 + place:044x}", prompt, params, 3, "slots", priority=number)
+        for place, number in enumerate(numbers)
+    ]
+    staying = [asyncio.create_task(engine.generate(request)) for request in stay]
+
+    async def all_slots_taken() -> bool:
+        return len((await engine.operate("generated", {}))["requests"]) == MAX_RUNNING
+
+    await eventually(all_slots_taken)
+    ended: list[int] = []
+
+    async def run(request: EngineRequest) -> None:
+        await engine.generate(request)
+        ended.append(request.priority)
+
+    waiting = [asyncio.create_task(run(request)) for request in wait]
+    manager = engine._current().manager
+    await eventually(lambda: all(request.request_id in manager.rid_to_state for request in wait))
+    await all_that_can_happen_now()
+    engine.abort(stay[0].request_id)
+    await asyncio.gather(*waiting)
+    preempted = any(task.done() for task in staying[1:])
+    engine.abort_all()
+    await asyncio.gather(*staying)
+    assert (ended, preempted) == (sorted(numbers, reverse=True), False)

@@ -124,6 +124,20 @@ async def test_min_new_tokens_by_tokens(engine: SGLangEngine, reference: Any) ->
         np.testing.assert_allclose(output.token_arrays["id_logprobs"], expected, atol=TOLERANCE)
 
 
+async def test_dictated_tokens_are_sampled_and_those_behind_them_are_free(engine: SGLangEngine, reference: Any) -> None:
+    """Of several lengths in one batch, over two legs."""
+    lists = [[7, 300, 7], [5] * 8, [250]]
+    for generated in (0, 2):
+        rules = [(processor("forced_tokens", token_ids=ids),) for ids in lists]
+        prompt = [*PROMPT, *[1] * generated]
+        found = await run(engine, [*rules, ()], 6, prompt=prompt, generated=generated, sampling={"temperature": 0.0})
+        for ids, (request, output) in zip([*lists, []], found, strict=True):
+            tokens, dictated = output.token_ids.tolist(), ids[generated:][:6]
+            assert tokens[: len(dictated)] == dictated
+            free = own(reference, request, output)[len(dictated) :]
+            assert tokens[len(dictated) :] == free.argmax(-1).tolist()
+
+
 async def test_a_processor_of_ones_own_knows_its_place_and_its_tokens(engine: SGLangEngine) -> None:
     counters = [(processor("counter", offset=offset),) for offset in (0, 50, 100)]
     fresh = (processor("fresh"),)
@@ -185,6 +199,7 @@ async def test_a_worker_says_which_it_has(engine: SGLangEngine) -> None:
         "broken",
         "counter",
         "disallowed_tokens",
+        "forced_tokens",
         "fresh",
         "min_new_tokens",
         "temperature_schedule",

@@ -103,7 +103,7 @@ def undisturbed(worker: WorkerProcess, redis_url: str) -> list[list[int]]:
         return tokens([client.wait(handle, 120) for handle in start(client, 400)])
 
 
-@pytest.mark.parametrize("mode", ["in_place", "abort", "retract"])
+@pytest.mark.parametrize("mode", ["in_place", "interrupt", "retract"])
 def test_a_paused_engine_goes_on_with_the_same_tokens(
     mode: Any, client: BlockingRolloutClient, tell: Any, undisturbed: list[list[int]]
 ) -> None:
@@ -146,9 +146,14 @@ def test_an_engine_that_is_paused_in_place_takes_no_weights_and_generates_nothin
 def test_the_prefix_cache_is_flushed_beside_running_requests(
     client: BlockingRolloutClient, tell: Any, undisturbed: list[list[int]]
 ) -> None:
+    def cached() -> int:
+        return client.wait(client.submit(greedy(2, [7] * 200)), 60)[0].cached_tokens
+
+    assert (cached(), cached() > 150) == (0, True)
     handles = start(client, 400)
     tell(lambda to: to.flush_cache()).check()
     assert tokens([client.wait(handle, 120) for handle in handles]) == undisturbed
+    assert cached() == 0
 
 
 def test_what_a_cpu_and_this_configuration_cannot_do_is_refused_with_the_reason(

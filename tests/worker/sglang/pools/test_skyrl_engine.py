@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.engines.asking import judged, judged_states
 from support.engines.remote import RemoteEngine, RemoteWorker
 from support.pools import skyrl_trainer
 
-from rolloutmq.messages import SamplingParams
+from rolloutmq.messages import InvalidField, SamplingParams
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer.skyrl import InferenceEngineOutput, SkyRLEngine, group_outputs_by_prompt
 
@@ -156,6 +157,67 @@ async def test_groups_sessions_and_streams(it: SkyRLEngine, versions: list[Any])
         assert "".join(chunk["delta_text"] for chunk in mine) == group["responses"][0]
 
 
+async def test_stops_are_trimmed_from_responses_and_kept_where_the_parameters_say_so(it: SkyRLEngine) -> None:
+    """What is said is given, and of one byte a token: a stop text is several tokens."""
+    said: Any = GREEDY | {"regex": "abcENDxyz", "ignore_eos": False}
+
+    async def answer(**params: Any) -> tuple[str, list[int], list[float]]:
+        output = await it.generate({"prompt_token_ids": PROMPTS[:1], "sampling_params": said | params})
+        assert output["response_logprobs"] is not None
+        assert output["stop_reasons"] == ["stop"]
+        assert len(output["response_ids"][0]) == len(output["response_logprobs"][0])
+        return output["responses"][0], output["response_ids"][0], output["response_logprobs"][0]
+
+    text, ids, logprobs = await answer(stop=["END"], include_stop_str_in_output=True)
+    assert (text, len(ids)) == ("abcEND", 6)
+    trimmed: list[Any] = [{"stop": ["END"]}, {"stop_regex": ["E[A-Z]+D"]}, {"stop": ["END"], "no_stop_trim": False}]
+    for params in trimmed:
+        found = await answer(**params)
+        assert found[:2] == ("abc", ids[:3])
+        np.testing.assert_allclose(found[2], logprobs[:3], atol=TOLERANCE)
+    assert await answer(stop=["END"], no_stop_trim=True) == (text, ids, pytest.approx(logprobs, abs=TOLERANCE))
+    assert (await answer(stop=["END"], stop_token_ids=[ids[4]]))[:2] == ("abcEN", ids[:5]), "a token that stops stays"
+    batch: Any = {"prompt_token_ids": PROMPTS[:1], "sampling_params": said | {"stop": ["END"]}}
+    chunks = [chunk async for chunk in it.generate_stream(batch)]
+    assert "".join(chunk["delta_text"] for chunk in chunks) == "abc"
+
+
+async def test_scores_with_hidden_states(it: SkyRLEngine, versions: list[Any]) -> None:
+    """Of answers that the model would never have given by itself, in one batch."""
+    answers = [[9, 200, 3, 44], [17] * 9, [250]]
+    found = await it.score(PROMPTS, answers, return_hidden_states=True)
+    model = versions[int(await it.get_weight_version() or 0)]
+    for prompt, answer, score, states in zip(PROMPTS, answers, found["scores"], found["hidden_states"], strict=True):
+        expected = judged_states(model, [*prompt, *answer])[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(states, expected, atol=5e-3)
+        rows = judged(model, [*prompt, *answer])[len(prompt) - 1 : -1]
+        assert score == pytest.approx(float(sum(row[token] for row, token in zip(rows, answer, strict=True))), abs=0.01)
+    generated = await it.generate({"prompt_token_ids": PROMPTS, "return_hidden_states": True})
+    again = await it.score(PROMPTS, generated["response_ids"], return_hidden_states=True)
+    for one, other in zip(generated["hidden_states"] or (), again["hidden_states"], strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_allclose(one, other, atol=5e-3)
+
+
+async def test_parameters_by_name(it: SkyRLEngine, versions: list[Any]) -> None:
+    """By the engine's names, where q, k and v are one tensor, and by those of the checkpoint."""
+    parameters = dict(versions[int(await it.get_weight_version() or 0)].named_parameters())
+    first = "model.layers.0.self_attn"
+    for name in ("model.embed_tokens.weight", "model.norm.weight", f"{first}.q_proj.weight", f"{first}.k_proj.bias"):
+        np.testing.assert_array_equal(await it.get_weights_by_name(name), parameters[name][:100].detach().numpy())
+    queries = parameters[f"{first}.q_proj.weight"].detach().numpy()
+    assert await it.get_weights_by_name(f"{first}.qkv_proj.weight", truncate_size=2) == queries[:2].tolist()
+    with pytest.raises(InvalidField, match="qkv_proj"):
+        await it.get_weights_by_name(f"{first}.qkv_pro.weight")
+    (answer,) = (await (await it.client()).control.parameter("model.norm.weight", rank=1)).values()
+    assert (answer.kind, "rank=1" in answer.error) == ("InvalidField", True)
+    some = await it.validate_weights(names=["model.norm.weight"])
+    (one,) = some["workers"].values()
+    assert (some["valid"], one["parameters"]) == (True, 1)
+    with pytest.raises(InvalidField, match="nearest: model"):
+        await it.validate_weights(names=["model.norm.weigh"])
+
+
 async def test_openai_bodies(it: SkyRLEngine) -> None:
     messages = [{"role": "user", "content": "hé"}]
     body = {"model": "m", "messages": messages, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
@@ -174,6 +236,25 @@ async def test_openai_bodies(it: SkyRLEngine) -> None:
     assert wrong["error"]["code"] == 400
 
 
+async def test_weights_are_validated_after_an_update(it: SkyRLEngine, versions: list[Any]) -> None:
+    """The audit's third path: update, validate, check the version, generate."""
+    weights = versions[3].state_dict()
+    await it.update_named_weights({"names": list(weights), "tensors": list(weights.values())})
+    await it.update_weight_version("step_100")
+    valid = await it.validate_weights()
+    assert (valid["valid"], valid["version"]) == (True, "step_100"), valid
+    whole = await it.check_weight_sync_integrity(expected_version="step_100")
+    assert whole["consistent"], whole
+    name = "model.layers.1.mlp.gate_proj.weight"
+    np.testing.assert_array_equal(await it.get_weights_by_name(name), weights[name][:100].numpy())
+    output = await it.generate({"prompt_token_ids": PROMPTS})
+    assert output["weight_version"] == "step_100"
+    for spans in output["weight_versions"]:
+        for span in spans:
+            span["version"] = "3"
+    judge(output, PROMPTS, versions)
+
+
 async def test_the_engines_duties(it: SkyRLEngine) -> None:
     await it.reset_prefix_cache()
     valid = await it.validate_weights()
@@ -183,3 +264,4 @@ async def test_the_engines_duties(it: SkyRLEngine) -> None:
     assert output["response_logprobs"] is not None
     np.testing.assert_allclose(found["scores"], [sum(one) for one in output["response_logprobs"]], atol=0.01)
     assert (it.tp_size(), it.pp_size(), it.dp_size()) == (1, 1, 1)
+    assert it.get_memory_pool_size() == 32768

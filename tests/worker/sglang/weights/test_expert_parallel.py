@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.engines.fixtures import EngineUnderTest
 from support.engines.plan_models import EXPERTS, assert_exact, compared, write_models
-from test_own_ranks import OwnLine
+from test_own_ranks import OwnLine, check_equal
 
 from rolloutmq.worker.sglang.config import SGLangConfig
 
@@ -51,6 +51,9 @@ async def test_every_rank_takes_its_experts_and_a_missing_one_is_named(tmp_path:
         report = await line.send(2, tensors)
         assert (report.ok, report.phase, report.readback) == (True, "done", True), report
         assert report.tensors == len(tensors)
+        saved = await engine.operate("export", {"path": str(tmp_path / "saved"), "version": 2})  # of both ranks' pieces
+        assert saved["of_the_trainer"]
+        assert check_equal(Path(saved["path"]), tensors) == 1
     finally:
         line.hub.close()
         await engine.close()

@@ -1,0 +1,97 @@
+"""What is done to a request with media before SGLang gets it: its tokens stay, and each medium has one place."""
+
+from __future__ import annotations
+
+import copy
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.specimens.tiny_vision import SPECIAL, TEMPLATE, byte_tokenizer
+
+from rolloutmq.messages.errors import RequestRefused
+from rolloutmq.messages.model import Medium
+from rolloutmq.messages.model.sampling import SamplingParams
+from rolloutmq.worker.cpu_support import prepare_transformers
+from rolloutmq.worker.engine.protocol import EngineRequest
+from rolloutmq.worker.sglang.calls import keep_tokens
+from rolloutmq.worker.sglang.calls.media import place_media
+
+START, END, IMAGE, VIDEO = (
+    SPECIAL.index(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad", "video_pad")
+)
+PICTURE = Medium(kind="image", data=b"\x89PNG")
+
+
+def processor(**tokens: int | None) -> Any:
+    return SimpleNamespace(mm_tokens=SimpleNamespace(**{f"{kind}_token_id": token for kind, token in tokens.items()}))
+
+
+def request(ids: list[int], *media: Medium) -> EngineRequest:
+    return EngineRequest("r", np.array(ids, np.int32), SamplingParams(), 4, "key", media=media)
+
+
+def npy(array: np.ndarray) -> Medium:
+    out = io.BytesIO()
+    np.save(out, array)
+    return Medium(kind="video", data=out.getvalue())
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_tokenizer_gives_back_the_ids_that_it_decoded(copied: bool) -> None:
+    prepare_transformers()
+    tokenizer, vocabulary = byte_tokenizer(SPECIAL, TEMPLATE)
+    other, _ = byte_tokenizer(SPECIAL, TEMPLATE)
+    keep_tokens(tokenizer)
+    keep_tokens(tokenizer)
+    tokenizer = copy.deepcopy(tokenizer) if copied else tokenizer  # SGLang makes copies for its threads
+    written = [vocabulary[letter] for letter in "<|image_pad|>"]  # by a user, not a place
+    ids = [1, vocabulary["a"], vocabulary["b"], START, IMAGE, END, *written, vocabulary["ab"], 2]
+    text = tokenizer.decode(ids)
+    assert text.count("<|image_pad|>") == 1
+    assert tokenizer(text)["input_ids"] == tokenizer.encode(text) == ids
+    assert other(other.decode(ids))["input_ids"] != ids
+    grown = tokenizer([text.replace("<|image_pad|>", "<|image_pad|>" * 3)], padding=True, return_tensors="pt")
+    assert grown["input_ids"].tolist() == [[*ids[:5], IMAGE, IMAGE, *ids[5:]]]
+    assert grown["attention_mask"].tolist() == [[1] * (len(ids) + 2)]
+    assert tokenizer("cab")["input_ids"] == other("cab")["input_ids"]  # what it did not decode
+
+
+@pytest.mark.parametrize(
+    ("ids", "media", "placed"),
+    [
+        ([1, START, IMAGE, END], 1, [1, START, IMAGE, END]),
+        ([START, IMAGE, IMAGE, IMAGE, END, START, IMAGE, END], 2, [START, IMAGE, END, START, IMAGE, END]),
+        ([IMAGE, IMAGE], 2, [IMAGE, IMAGE]),  # of a model that writes nothing between them
+        ([1, 2], 1, [1, 2]),  # the model's place is another text
+    ],
+)
+def test_a_run_of_places_is_one(ids: list[int], media: int, placed: list[int]) -> None:
+    found = place_media(request(ids, *[PICTURE] * media), processor(image=IMAGE, video=VIDEO, audio=None))
+    assert found == {"input_ids": placed}
+    assert place_media(request(ids, *[PICTURE] * media), SimpleNamespace()) == {"input_ids": ids}
+
+
+@pytest.mark.parametrize(("places", "media"), [(2, 1), (1, 2)])
+def test_as_many_places_as_media(places: int, media: int) -> None:
+    with pytest.raises(RequestRefused, match=f"media: {media} of kind image for {places} places"):
+        place_media(request([START, IMAGE, END] * places, *[PICTURE] * media), processor(image=IMAGE))
+
+
+@pytest.mark.parametrize(
+    ("media", "why"),
+    [
+        ([npy(np.zeros((2, 28, 28, 3), np.float32))], "float32"),
+        ([npy(np.zeros((2, 28, 28), np.uint8))], r"\(2, 28, 28\)"),
+        ([Medium(kind="video", data=b"\x93NUMPY\x01\x00")], "no array"),
+        ([npy(np.array([object()], dtype=object))], "no array"),  # would be unpickled
+        ([npy(np.zeros((2, 28, 28, 3), np.uint8)), PICTURE], "beside files"),
+    ],
+)
+def test_an_array_that_is_no_video_is_refused(media: list[Medium], why: str) -> None:
+    made = processor(video=VIDEO)
+    made._processor = SimpleNamespace(video_processor=None)
+    with pytest.raises(RequestRefused, match=why):
+        place_media(request([VIDEO], *media), made)

@@ -1,0 +1,131 @@
+"""Media of a request: as many places as media, token ids that SGLang's processors keep, and frames of videos."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ....messages.errors import RequestRefused
+from ....messages.model import Medium
+from ...engine import EngineRequest
+
+NUMPY = b"\x93NUMPY"
+_FIRST = 0x40000
+"""Unicode has no characters in planes 4 to 13, so the character _FIRST + i can stand for token i."""
+_STAND_INS = re.compile(f"([{chr(_FIRST)}-\U000dffff]+)")
+
+
+class _Kept:
+    """Goes before a tokenizer's own class: what `decode` has made, encoding turns into the same ids again."""
+
+    _written: frozenset[int]
+
+    def decode(self: Any, token_ids: Any, *_args: Any, **_kwargs: Any) -> str:
+        ids = [int(token) for token in token_ids]
+        return "".join(self.convert_ids_to_tokens(i) if i in self._written else chr(_FIRST + i) for i in ids)
+
+    def encode(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(text, str) or not _STAND_INS.search(text):
+            return super().encode(text, *args, **kwargs)  # type: ignore[misc]
+        ids: list[int] = []
+        for piece in filter(None, _STAND_INS.split(text)):
+            ours = ord(piece[0]) >= _FIRST
+            ids += [ord(c) - _FIRST for c in piece] if ours else self.encode(piece, add_special_tokens=False)
+        return ids
+
+    def __call__(self: Any, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, list) or len(texts) != 1 or not _STAND_INS.search(str(texts[0])):
+            return super().__call__(text, *args, **kwargs)  # type: ignore[misc]
+        from transformers import BatchEncoding  # noqa: PLC0415 – loaded with the tokenizer
+
+        ids = self.encode(texts[0])
+        fields: dict[str, Any] = {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}
+        if isinstance(text, str) and not kwargs.get("return_tensors"):
+            fields = {name: rows[0] for name, rows in fields.items()}
+        return BatchEncoding(fields, tensor_type=kwargs.get("return_tensors"))
+
+
+def keep_tokens(tokenizer: Any) -> None:
+    """Make a tokenizer of transformers give back the ids that it has decoded; changes this object only.
+
+    SGLang's processors decode a prompt, put media into the text and encode it anew. Sampled ids are often not those
+    that their text is encoded to, so the model would see other tokens than it had sampled. And text that only looks
+    like a place for media would become one.
+    """
+    if not isinstance(tokenizer, _Kept):
+        tokenizer._written = frozenset(tokenizer.get_added_vocab().values())
+        tokenizer.__class__ = type("Kept", (_Kept, type(tokenizer)), {})
+
+
+def place_media(request: EngineRequest, processor: Any) -> dict[str, Any]:
+    """Return what differs for a request with media among the arguments that `generate_arguments` makes. Slow.
+
+    processor: SGLang's. Raises RequestRefused unless the prompt has as many places as there are media.
+    """
+    ids: list[int] = request.token_ids.tolist()
+    if any(one.data is not None and one.data.startswith(NUMPY) for one in request.media):
+        ids, frames = _with_frames(ids, request.media, processor)
+        # SGLang tells videos apart by their frames alone, and would give one the cached prefix of the other.
+        key = "/".join([request.cache_key, *(str(one.fps) for one in request.media)])
+        return {"input_ids": ids, "video_data": [frames], "extra_key": key}
+    return {"input_ids": _placed(ids, request.media, processor)}
+
+
+def _placed(placed: list[int], media: Sequence[Medium], processor: Any) -> list[int]:
+    """Return the ids with one token of its kind's placeholder for each medium. A run of them may stand for one."""
+    for kind in ("image", "video", "audio"):
+        token = getattr(getattr(processor, "mm_tokens", None), f"{kind}_token_id", None)
+        if token is None or token not in placed:
+            continue  # another kind of place, which only the model's own processor knows
+        count = sum(one.kind == kind for one in media)
+        if placed.count(token) != count:
+            runs = [[token] if found == token else list(run) for found, run in groupby(placed)]
+            placed = [one for run in runs for one in run]
+        if (places := placed.count(token)) != count:
+            raise RequestRefused(f"media: {count} of kind {kind} for {places} places (token {token}) in the prompt")
+    return placed
+
+
+def _with_frames(ids: list[int], media: Sequence[Medium], processor: Any) -> tuple[list[int], dict[str, Any]]:
+    """Return the ids with all tokens of each video, and the videos in SGLang's form.
+
+    SGLang would count an array's frames as 24 a second. So the model's own processor makes its features here.
+    """
+    if not all(one.data is not None and one.data.startswith(NUMPY) for one in media):
+        raise RequestRefused("media: arrays of frames cannot be beside files; give the video as a file")
+    reader, token = processor._processor.video_processor, processor.mm_tokens.video_token_id
+    videos = [_frames(number, one.data or b"") for number, one in enumerate(media)]
+    about = [
+        {"fps": one.fps, "total_num_frames": len(frames), "frames_indices": list(range(len(frames)))}
+        for one, frames in zip(media, videos, strict=True)
+    ]
+    found = reader(videos=videos, video_metadata=about, do_sample_frames=False, return_tensors="pt")
+    counts = [int(grid.prod()) // reader.merge_size**2 for grid in found["video_grid_thw"]]
+    if ids.count(token) == len(counts) and processor.model_type.startswith("qwen2"):
+        left = iter(counts)
+        ids = [one for found in ids for one in [found] * (next(left) if found == token else 1)]
+    if ids.count(token) != sum(counts):
+        raise RequestRefused(f"media: {ids.count(token)} tokens in the prompt for videos of {counts} tokens")
+    return ids, {
+        "format": "processor_output",
+        "pixel_values_videos": found["pixel_values_videos"],
+        "video_grid_thw": found["video_grid_thw"],
+        "second_per_grid_ts": [reader.temporal_patch_size / one.fps for one in media],
+    }
+
+
+def _frames(number: int, data: bytes) -> npt.NDArray[np.uint8]:
+    try:
+        frames: npt.NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise RequestRefused(f"media.{number}: no array of NumPy: {error}") from error
+    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not frames.size:
+        raise RequestRefused(f"media.{number}: {frames.dtype} {frames.shape}, not uint8 (frames, height, width, 3)")
+    return frames
