@@ -35,7 +35,7 @@ help:
 	@echo "make test-redis7, make test-redis62    what depends on the server, on the Redis 7 on PATH or on 6.2"
 	@echo "make test-shards    what the queue promises, on a pool with two shards on two servers"
 	@echo "make coverage    branches of the package that the tests take in their own processes"
-	@echo "make capabilities   docs/capabilities.md from the last test run"
+	@echo "make capabilities   docs/capabilities.md and docs/engines.md from the last test run"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; tests/chaos/README.md)"
 	@echo "make fuzz    broken input for every decoder, for a minute (SECONDS=600 for more; SEED=7 ONLY=frames CASE=12 to replay)"
 	@echo "make bench-queue, -shards, -idle, -engine, -episodes, -sync, -scale    one benchmark, which prints JSON last (benchmarks/README.md)"
@@ -120,9 +120,11 @@ coverage: setup
 	COVERAGE_FILE=out/coverage .venv/bin/python -m coverage run -m pytest $(EVERYWHERE) -m "not slow" $(PYTEST)
 	COVERAGE_FILE=out/coverage .venv/bin/python -m coverage report --sort=cover
 
-# docs/capabilities.md from what the last `make test` and `make test-long` said, and tests/gpu on a GPU host.
+# docs/capabilities.md and engines.md from what the last `make test-whole` and `make test-trainers` said, and tests/gpu on
+# a GPU host. After `make test` what is slow is said to be not run.
 capabilities:
-	.venv/bin/python tools/capabilities.py $(wildcard out/tests.xml out/tests-trainers.xml benchmarks/results/gpu-tests.xml)
+	.venv/bin/python tools/capabilities.py \
+	  $(wildcard out/tests.xml out/tests-alone.xml out/tests-trainers.xml benchmarks/results/gpu-tests.xml)
 
 # CHAOS='--fast --runs 5' and the like for more; a failure prints the line that replays it.
 chaos: setup

@@ -1,4 +1,4 @@
-"""Write docs/capabilities.md from docs/capabilities.toml and the results of test runs.
+"""Write docs/capabilities.md and docs/engines.md from the .toml beside each, and the results of test runs.
 
     python tools/capabilities.py out/tests.xml benchmarks/results/gpu-tests.xml
 
@@ -12,7 +12,7 @@ import re
 import sys
 import tomllib
 import xml.etree.ElementTree as ET
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "capabilities.toml"
 PAGE = ROOT / "docs" / "capabilities.md"
+ENGINES = ROOT / "docs" / "engines.toml"
+ENGINES_PAGE = ROOT / "docs" / "engines.md"
 FIELDS = ("capability", "api", "cli", "where")
 HEAD = """# Capabilities
 
@@ -31,6 +33,21 @@ ones and those that were not run.
 | # | capability | API | command line | shown on | tests | status |
 |---|---|---|---|---|---|---|
 """
+ENGINES_HEAD = """# The engines it was modelled on, item by item
+
+The pool was asked to do what SkyRL's and VERL's SGLang engines do. This is a count of its own over the five documents
+that describe these: two verification reports of SkyRL's engine (*report*, *summary*), its *audit*, and the two guides.
+An item is a method, a setting, an entry of a list, or a claim that can be checked. What a document only says again is
+counted once, where it is said best; lists of tests and of deployments stay items of their own. `make capabilities`
+writes this page from `engines.toml`, which names the tests of each item, and from the results of a test run; do not
+edit it.
+
+*whole*: tests show all of it, and passed; *not shown* if one did not, or was not run. *part*: the last column says what
+is missing. *planned*, *not applicable*: it says why.
+
+"""
+STATES = ("whole", "part", "planned", "not applicable")
+UNSHOWN = "not shown"
 Outcomes = dict[str, dict[str, int]]
 
 
@@ -73,14 +90,36 @@ def page(table: dict[str, Any], outcomes: Outcomes) -> str:
     return HEAD + "\n".join(lines) + "\n" + (f"\n{notes}\n" if notes else "")
 
 
+def engines_page(table: dict[str, Any], outcomes: Outcomes) -> str:
+    """The page. An item is whole only if all of its tests passed. Raises ValueError for one that lacks something."""
+    documents: dict[str, list[str]] = {}
+    count: Counter[str] = Counter()
+    for item in table["item"]:
+        state = item.get("state")
+        needed = ("document", "section", "item", "tests" if state == "whole" else "reason")
+        if state not in STATES or not all(item.get(name) for name in needed):
+            raise ValueError(f"{item} of {ENGINES.name}: a state of {STATES}, and {', '.join(needed)}")
+        last = item["reason"] if state != "whole" else status_of(item["tests"], outcomes)
+        if state == "whole" and not re.fullmatch(r"\d+ passed", last):
+            state = UNSHOWN
+        count[state] += 1
+        documents.setdefault(item["document"], []).append(f"|{item['section']}|{item['item']}|{state}|{last}|")
+    told = ", ".join(f"{count[state]} {state}" for state in (*STATES, UNSHOWN) if count[state])
+    lines = [f"**{count.total()} items: {told}.**"]
+    for document, rows in documents.items():
+        lines += ["", f"## {document}", "", "|section|item|state|its tests, or why|", "|-|-|-|-|", *rows]
+    return ENGINES_HEAD + "\n".join(lines) + "\n"
+
+
 def main(files: list[str]) -> int:
-    outcomes = read_runs(Path(file) for file in files)
-    text = page(tomllib.loads(TABLE.read_text()), outcomes)
-    PAGE.write_text(text)
-    rows = [line for line in text.splitlines() if re.match(r"\| \d", line)]
-    bad = [line for line in rows if "failed" in line.rsplit("|", 2)[1]]
-    print(f"{PAGE.relative_to(ROOT)}: {len(rows)} rows, {len(bad)} with failures")
-    return 1 if bad else 0
+    outcomes, failures = read_runs(Path(file) for file in files), 0
+    for path, table, make in ((PAGE, TABLE, page), (ENGINES_PAGE, ENGINES, engines_page)):
+        text = make(tomllib.loads(table.read_text()), outcomes)
+        path.write_text(text)
+        bad = re.findall(r"\d+ failed[^|]*\|$", text, re.MULTILINE)
+        print(f"{path.relative_to(ROOT)}: {len(bad)} rows with failures")
+        failures += len(bad)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
