@@ -26,7 +26,7 @@ PATHS = ("raw", "stock_tensor", "stock_bucket", "ours", "ours_unverified")
 EXTRAS = ("stall", "pool")
 SAME = ("ours", "ours_unverified", "stall", "pool", "handles")
 """What there is on one GPU, where NCCL connects nothing: buckets are handed over by CUDA IPC."""
-VARIANTS = {
+VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "cpu": {"raw": (1, 16), "stock_bucket": (1, 16), "ours": ("staged",), "ours_unverified": ("staged",)},
     "cuda": {
         "raw": (256, 1024),

@@ -114,7 +114,7 @@ class Inside:
             held: dict[str, torch.Tensor] = dict(_model().named_parameters())
             if name not in held:
                 with contextlib.suppress(RolloutMQError):
-                    held |= self._under_their_names(int(question["version"]))
+                    held |= self._of(int(question["version"]), lambda _, plan: held_tensors(plan))[0]
             if name not in held:
                 raise InvalidField("name", name, f"a parameter that this rank holds whole{nearest(name, list(held))}")
             first = held[name][:entries] if held[name].dim() else held[name]
@@ -126,14 +126,6 @@ class Inside:
                 "dtype": dtype_name(held[name].dtype),
                 "values": first.float().tolist(),
             }
-
-    def _under_their_names(self, version: int) -> dict[str, torch.Tensor]:
-        """Views of parameters under the trainer's names, or the checkpoint's. Raises PlanImpossible, EngineError."""
-        try:
-            with self._receiver.lending(version) as (_, plan):
-                return held_tensors(plan)
-        except WeightSyncError:  # it was not received, so it is the model as it was loaded
-            return self._own()
 
     def _mark(self, question: dict[str, Any]) -> dict[str, Any]:
         """Note the weights' digests before they go to sleep, and free what is kept beside them."""
