@@ -30,8 +30,8 @@ page from `capabilities.toml` and the results of a test run; do not edit it. *CP
 SGLang on a CPU. *GPU*: `tests/gpu` shows it on a GPU host. The status counts cases of these tests, including skipped
 ones and those that were not run.
 
-| # | capability | API | command line | shown on | tests | status |
-|---|---|---|---|---|---|---|
+|#|capability|API|command line|shown on|tests|status|
+|-|-|-|-|-|-|-|
 """
 ENGINES_HEAD = """# The engines it was modelled on, item by item
 
@@ -85,7 +85,7 @@ def page(table: dict[str, Any], outcomes: Outcomes) -> str:
             raise ValueError(f"row {row.get('number')} of {TABLE.name} has no {', '.join(empty)}")
         tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in row["tests"])
         cells = [str(row["number"]), *(row[name].replace("|", "\\|") for name in FIELDS), tests]
-        lines.append(f"| {' | '.join(cells)} | {row.get('status') or status_of(row['tests'], outcomes)} |")
+        lines.append(f"|{'|'.join(cells)}|{row.get('status') or status_of(row['tests'], outcomes)}|")
     notes = table.get("notes", "").strip()
     return HEAD + "\n".join(lines) + "\n" + (f"\n{notes}\n" if notes else "")
 

@@ -142,6 +142,23 @@ async def test_a_hundred_prompts_at_once(client: RolloutClient) -> None:
     assert came.index(0) > came.index(1), "a short answer waits for no long one"
 
 
+async def test_masks_hold_on_word_problems(
+    client: RolloutClient, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only tokens are those of numbers, or all others: of each problem, as it is rendered."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from problems import problems  # noqa: PLC0415 – beside the tools
+
+    prompts = [row["prompt"] for row in problems(30)]
+    numbers = set(tokenizer.encode("0123456789").tolist())
+    for name, inside in (("action_mask", True), ("disallowed_tokens", False)):
+        fields = job_fields({name: sorted(numbers), "max_tokens": 40, "ignore_eos": True})
+        groups = await client.generate(prompts, n=2, timeout=120, **fields)
+        said = {token for group in groups for result in group.results for token in result.token_ids.tolist()}
+        assert said <= numbers if inside else not said & numbers
+        assert len(said) > 8, "it samples"
+
+
 def test_the_quick_start(redis_url: str, text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps of GRPO on problems made here: calls of the tool are scored, and each step samples with its weights."""
     for name, value in {"ROLLOUTMQ_REDIS": redis_url, "MODEL": str(text_model), "STEPS": "2"}.items():

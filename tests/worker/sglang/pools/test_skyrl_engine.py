@@ -232,6 +232,12 @@ async def test_openai_bodies(it: SkyRLEngine) -> None:
         assert entry["logprob"] == pytest.approx(entry["top_logprobs"][0]["logprob"], abs=1e-4)  # it is greedy
     text = await it.completion({"json": {"prompt": answer["prompt_token_ids"], "max_tokens": 12, "temperature": 0}})
     assert text["choices"][0]["text"] == same["responses"][0]
+    said = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9]\}\}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    called = await it.chat_completion({"json": body | {"tools": [tool], "regex": said, "max_tokens": 100}})
+    (choice,) = called["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
     wrong = await it.chat_completion({"json": body | {"max_tokens": SamplingParams().max_new_tokens * 10_000}})
     assert wrong["error"]["code"] == 400
 
