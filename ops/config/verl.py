@@ -78,7 +78,7 @@ def _multi_turn(block: Mapping[str, Any]) -> Table:
     users_first = users is not None and (answers is None or users + 1 < answers)
     sooner = Rule(why="the other limit of turns comes first")
     enable = Rule(why="the keys below say what is allowed")
-    if answers is users is None and (most := positive(block, "response_length")):
+    if answers is None and users is None and (most := positive(block, "response_length")):
         enable = Rule(lambda _: {"episodes.turns": most}, "no limit but response_length, of a token for each turn")
     return {
         "_target_": _TARGET,
