@@ -266,6 +266,7 @@ class BlockingPoolControl(BlockingContext[PoolControl]):
     versions = waits(PoolControl.versions)
     set_version = waits(PoolControl.set_version)
     audit = waits(PoolControl.audit)
+    parameter = waits(PoolControl.parameter)
     save = waits(PoolControl.save)
     load = waits(PoolControl.load)
     adapters = waits(PoolControl.adapters)

@@ -11,7 +11,7 @@ from rolloutmq.messages.errors import ConfigError, RequestRefused
 from rolloutmq.messages.model.sampling import LogitProcessor
 from rolloutmq.worker.logit_processors import Registry, known_processors
 
-BUILT_IN = ["action_mask", "disallowed_tokens", "min_new_tokens", "temperature_schedule"]
+BUILT_IN = ["action_mask", "disallowed_tokens", "forced_tokens", "min_new_tokens", "temperature_schedule"]
 MASK = LogitProcessor(name="action_mask", params={"token_ids": [1]})
 
 
