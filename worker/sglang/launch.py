@@ -21,8 +21,8 @@ from ...messages.nearest import nearest
 from ..cpu_support import prepare_engine
 from ..engine import EngineInfo
 from . import patches
-from .calls import keep_tokens
 from .calls.answer import INPUT_LOGPROBS, LOGPROBS, STATE, Shapes
+from .calls.media import keep_tokens
 from .config import SGLangConfig
 from .inside import ChildSetup, run_scheduler
 

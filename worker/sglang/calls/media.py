@@ -46,9 +46,7 @@ class _Kept:
         from transformers import BatchEncoding  # noqa: PLC0415 – loaded with the tokenizer
 
         ids = self.encode(texts[0])
-        fields: dict[str, Any] = {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}
-        if isinstance(text, str) and not kwargs.get("return_tensors"):
-            fields = {name: rows[0] for name, rows in fields.items()}
+        fields = {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}
         return BatchEncoding(fields, tensor_type=kwargs.get("return_tensors"))
 
 

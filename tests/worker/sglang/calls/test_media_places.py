@@ -16,8 +16,7 @@ from rolloutmq.messages.model import Medium
 from rolloutmq.messages.model.sampling import SamplingParams
 from rolloutmq.worker.cpu_support import prepare_transformers
 from rolloutmq.worker.engine.protocol import EngineRequest
-from rolloutmq.worker.sglang.calls import keep_tokens
-from rolloutmq.worker.sglang.calls.media import place_media
+from rolloutmq.worker.sglang.calls.media import keep_tokens, place_media
 
 START, END, IMAGE, VIDEO = (
     SPECIAL.index(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad", "video_pad")
@@ -51,8 +50,8 @@ def test_a_tokenizer_gives_back_the_ids_that_it_decoded(copied: bool) -> None:
     ids = [1, vocabulary["a"], vocabulary["b"], START, IMAGE, END, *written, vocabulary["ab"], 2]
     text = tokenizer.decode(ids)
     assert text.count("<|image_pad|>") == 1
-    assert tokenizer(text)["input_ids"] == tokenizer.encode(text) == ids
-    assert other(other.decode(ids))["input_ids"] != ids
+    assert tokenizer([text])["input_ids"] == [tokenizer.encode(text)] == [ids]
+    assert other([other.decode(ids)])["input_ids"] != [ids]
     grown = tokenizer([text.replace("<|image_pad|>", "<|image_pad|>" * 3)], padding=True, return_tensors="pt")
     assert grown["input_ids"].tolist() == [[*ids[:5], IMAGE, IMAGE, *ids[5:]]]
     assert grown["attention_mask"].tolist() == [[1] * (len(ids) + 2)]
@@ -91,7 +90,6 @@ def test_as_many_places_as_media(places: int, media: int) -> None:
     ],
 )
 def test_an_array_that_is_no_video_is_refused(media: list[Medium], why: str) -> None:
-    made = processor(video=VIDEO)
-    made._processor = SimpleNamespace(video_processor=None)
+    made = SimpleNamespace(_processor=SimpleNamespace(video_processor=None), **vars(processor(video=VIDEO)))
     with pytest.raises(RequestRefused, match=why):
         place_media(request([VIDEO], *media), made)
