@@ -77,8 +77,8 @@ class History:
 
     def _then(self, *more: npt.NDArray[Any]) -> History:
         mine: tuple[npt.NDArray[Any], ...] = (self.token_ids, self.mask, self.logprobs, self.versions)
-        after = History(*(np.concatenate([one, new]) for one, new in zip(mine, more, strict=True)))
-        return replace(after, shown=self.shown)
+        columns = [np.concatenate([one, new]) for one, new in zip(mine, more, strict=True)]
+        return replace(History(*columns), shown=self.shown)
 
 
 _TOKEN_IDS: TypeAdapter[npt.NDArray[np.int32]] = TypeAdapter(TokenIds, config=ConfigDict(arbitrary_types_allowed=True))
