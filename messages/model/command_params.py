@@ -28,7 +28,8 @@ def _absolute(path: str) -> str:
     return path
 
 
-def _file_names(pattern: str) -> str:
+def file_names(pattern: str) -> str:
+    """The pattern, if it gives a file's name in one folder for each rank and part. Raises ValueError."""
     around = re.fullmatch(
         r"(\w[\w.-]*)?\{(rank|part)\}[\w.-]*[A-Za-z_.-][\w.-]*\{(rank|part)\}[\w.-]*\.safetensors", pattern
     )
@@ -41,7 +42,7 @@ def _file_names(pattern: str) -> str:
 
 Folder = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_absolute)]
 """An absolute path on the worker's host."""
-FileNames = Annotated[str, Field(max_length=200), AfterValidator(_file_names)]
+FileNames = Annotated[str, Field(max_length=200), AfterValidator(file_names)]
 Url = Annotated[str, Field(max_length=4096, pattern=r"^([a-z][a-z0-9+.-]*://.*)?$")]
 
 _UPLOAD = "URL to copy the files to: file://, s3://, gs://, … (fsspec)."

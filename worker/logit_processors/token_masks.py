@@ -72,10 +72,9 @@ class ForcedTokens(LogitProcessor):
 
 def _dictated(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rows, most) and (rows,) int64: the tokens of each row, filled up with zeros, and how many there are."""
-    lists = [torch.tensor(params["token_ids"]) for params in rows.params]
-    device = rows.generated.device
-    counts = torch.tensor([len(ids) for ids in lists], device=device)
-    return torch.nn.utils.rnn.pad_sequence(lists, batch_first=True).to(device), counts
+    lists = [params["token_ids"] for params in rows.params]
+    most = max(map(len, lists))
+    return rows.tensor([[*ids, *[0] * (most - len(ids))] for ids in lists]), rows.tensor([len(ids) for ids in lists])
 
 
 def _listed(logits: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -121,9 +122,15 @@ def _with_frames(ids: list[int], media: Sequence[Medium], processor: Any) -> tup
 
 def _frames(number: int, data: bytes) -> npt.NDArray[np.uint8]:
     try:
-        frames: npt.NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        file, header = io.BytesIO(data), cast("Any", np.lib.format)
+        if header.read_magic(file) != (1, 0):
+            raise ValueError("another version of the format than 1.0")
+        # Not np.load: it takes the memory that the header asks for before it looks at what is there.
+        shape, by_columns, dtype = header.read_array_header_1_0(file)
     except (ValueError, EOFError, OSError) as error:
         raise RequestRefused(f"media.{number}: no array of NumPy: {error}") from error
-    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not frames.size:
-        raise RequestRefused(f"media.{number}: {frames.dtype} {frames.shape}, not uint8 (frames, height, width, 3)")
-    return frames
+    if len(shape) != 4 or shape[-1] != 3 or dtype != np.uint8 or by_columns or not all(shape):
+        raise RequestRefused(f"media.{number}: {dtype} {shape}, not uint8 (frames, height, width, 3) in C order")
+    if math.prod(shape) != (size := len(data) - file.tell()):
+        raise RequestRefused(f"media.{number}: {size} bytes of frames for the shape {shape}")
+    return np.frombuffer(data, np.uint8, offset=file.tell()).reshape(shape)

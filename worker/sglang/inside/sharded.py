@@ -17,6 +17,7 @@ import torch
 
 from ....messages.errors import DigestMismatch, EngineError
 from ....messages.model import TensorSpec
+from ....messages.model.command_params import file_names
 from ....sync.disk import FILE_BYTES, BrokenSnapshot, NoSuchSnapshot, disk_errors
 from ....sync.disk.write import beside_weights
 from ....sync.plan import CopyPlan, PlanImpossible
@@ -37,10 +38,7 @@ def _told(sidecar: Path) -> dict[str, Any]:
     with disk_errors("reading", sidecar):
         try:
             told = {"pattern": PATTERN} | json.loads(sidecar.read_bytes())
-            return {
-                "digests": dict(told["digests"]),
-                "pattern": str(told["pattern"]).format(rank="{rank}", part="{part}"),
-            }
+            return {"digests": dict(told["digests"]), "pattern": file_names(told["pattern"])}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise BrokenSnapshot(f"{sidecar}: {error}") from None
 

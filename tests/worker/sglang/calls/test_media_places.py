@@ -32,6 +32,11 @@ def request(ids: list[int], *media: Medium) -> EngineRequest:
     return EngineRequest("r", np.array(ids, np.int32), SamplingParams(), 4, "key", media=media)
 
 
+_SHAPE = b"{'descr': '|u1', 'fortran_order': False, 'shape': (9999999, 9999, 9999, 3), }".ljust(117) + b"\n"
+LARGE = b"\x93NUMPY\x01\x00" + len(_SHAPE).to_bytes(2, "little") + _SHAPE + b"\x00\x00"
+"""What asks for three petabytes."""
+
+
 def npy(array: np.ndarray) -> Medium:
     out = io.BytesIO()
     np.save(out, array)
@@ -85,7 +90,9 @@ def test_as_many_places_as_media(places: int, media: int) -> None:
         ([npy(np.zeros((2, 28, 28, 3), np.float32))], "float32"),
         ([npy(np.zeros((2, 28, 28), np.uint8))], r"\(2, 28, 28\)"),
         ([Medium(kind="video", data=b"\x93NUMPY\x01\x00")], "no array"),
-        ([npy(np.array([object()], dtype=object))], "no array"),  # would be unpickled
+        ([npy(np.array([object()], dtype=object))], "object"),  # would be unpickled
+        ([npy(np.asfortranarray(np.zeros((2, 28, 28, 3), np.uint8)))], "C order"),
+        ([Medium(kind="video", data=LARGE)], r"2 bytes of frames for the shape \(9999999, 9999, 9999, 3\)"),
         ([npy(np.zeros((2, 28, 28, 3), np.uint8)), PICTURE], "beside files"),
     ],
 )

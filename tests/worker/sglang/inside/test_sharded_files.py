@@ -52,8 +52,11 @@ def test_a_tensor_with_a_part_missing_is_refused(views: list[torch.Tensor], dtyp
         list(sharded.joined([spec("w", dtype)], tmp_path))
 
 
+UP = '{"digests": {}, "pattern": "../r{rank}-p{part}.safetensors"}'
+
+
 @pytest.mark.parametrize(
-    "note", ["[]", "{", '{"digests": {}, "pattern": "{who}"}', '{"digests": {}, "pattern": "{0}"}']
+    "note", ["[]", "{", '{"digests": {}, "pattern": "{who}"}', '{"digests": {}, "pattern": "{0}"}', UP]
 )
 def test_a_note_that_is_none_is_refused(note: str, tmp_path: Path) -> None:
     (tmp_path / "rolloutmq-rank-0.json").write_text(note)
