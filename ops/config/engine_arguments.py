@@ -28,9 +28,9 @@ def engine(name: str, why: str = "") -> Rule:
     return Rule(lambda value: {engine_setting(name): value}, why)
 
 
-def when(wanted: bool, told: Told) -> Rule:
+def when(wanted: bool, told: Told, why: str = "") -> Rule:
     """A switch that sets something in one of its positions only."""
-    return Rule(lambda value: dict(told) if switch(value) is wanted else {})
+    return Rule(lambda value: dict(told) if switch(value) is wanted else {}, why)
 
 
 def switch(value: Any, allowed: str = "true or false") -> bool:
@@ -118,11 +118,21 @@ def count(setting: str, why: str = "", more: int = 0, least: int = 1) -> Rule:
     """A count, which becomes the setting with so many more. least: 0 where that stands for no limit."""
 
     def read(value: Any) -> Told:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"a whole number, at least {least}")
-        return {setting: value + more} if value else {}
+        return {setting: value + more} if whole(value, least) else {}
 
     return Rule(read, why)
+
+
+def whole(value: Any, least: int = 1) -> int:
+    """The value, a whole number. Raises ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"a whole number, at least {least}")
+    return value
+
+
+def _trainers_count(value: Any) -> Told:
+    whole(value)
+    return {}
 
 
 def positive(values: Mapping[str, Any], key: str) -> int | None:
@@ -132,7 +142,7 @@ def positive(values: Mapping[str, Any], key: str) -> int | None:
 
 
 EPISODES = Rule(why="how episodes are played and trained on is the trainer's")
-PROMPTS = Rule(why="how long prompts get is the trainer's; the engine's limit is engine.context_length")
+PROMPTS = Rule(_trainers_count, "how long prompts get is the trainer's; the engine's limit is engine.context_length")
 CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
 ENGINES = Rule(why="engines are SGLang")
 CLIENTS = Rule(why="clients are asynchronous or not, as they like")

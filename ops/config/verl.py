@@ -43,7 +43,7 @@ def _megabytes(value: Any) -> Told:
 
 
 def _images(value: Any) -> Told:
-    return {"engine.extra.limit_mm_data_per_request": {"image": value}}
+    return {"engine.extra.limit_mm_data_per_request": {"image": engine.whole(value, 0)}}
 
 
 def _lengths(block: Mapping[str, Any]) -> Rule:
@@ -73,7 +73,8 @@ def _turns(block: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _multi_turn(block: Mapping[str, Any]) -> Table:
     given = _turns(block)
     if given is None:
-        return dict.fromkeys(MULTI_TURN, Rule(why="one turn only: multi_turn.enable is not true"))
+        single = Rule(why="one turn only: multi_turn.enable is not true")
+        return {**dict.fromkeys(MULTI_TURN, single), "enable": when(True, {}, single.why)}
     answers, users = positive(given, "max_assistant_turns"), positive(given, "max_user_turns")
     users_first = users is not None and (answers is None or users + 1 < answers)
     sooner = Rule(why="the other limit of turns comes first")
