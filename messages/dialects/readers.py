@@ -70,8 +70,8 @@ def ids(field: str) -> Reader:
     return read
 
 
-def mask(field: str) -> Reader:
-    """Token ids, or one boolean for every id of the vocabulary. Arrays and tensors do as well."""
+def mask(field: str, *, some: bool = False) -> Reader:
+    """Token ids, or one boolean for every id of the vocabulary. Arrays and tensors do as well. some: at least one."""
 
     def read(value: Any) -> Fields:
         if callable(as_list := getattr(value, "tolist", None)):
@@ -80,7 +80,12 @@ def mask(field: str) -> Reader:
             value = [place for place, item in enumerate(value) if item]
             if not value:
                 raise ValueError("at least one true among the booleans")
-        return ids(field)(value)
+        found = ids(field)(value)
+        if not found and some:
+            raise ValueError("at least one token id")
+        if not all(type(one) is int and 0 <= one < 1 << 31 for one in found.get(field, ())):
+            raise ValueError("token ids, 0 to 2147483647, or one boolean for each token of the vocabulary")
+        return found
 
     return read
 

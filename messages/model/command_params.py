@@ -75,6 +75,13 @@ class PauseParams(Params):
     mode: PauseMode = Field(default="interrupt", description="finish, interrupt, retract, in_place or abort.")
     hand_back: bool = Field(default=False, description=f"{_HAND_BACK} With interrupt and retract.")
 
+    @field_validator("hand_back")
+    @classmethod
+    def _of_interrupted(cls, hand_back: bool, info: ValidationInfo) -> bool:
+        if hand_back and info.data.get("mode") not in {"interrupt", "retract"}:
+            raise PydanticCustomError("hand_back", "false, or mode 'interrupt' or 'retract'")
+        return hand_back
+
 
 class AbortParams(Params):
     """Cancel the jobs that workers hold; their clients are told. What is queued stays."""
@@ -147,6 +154,8 @@ class SaveParams(Params):
     max_size: Int | None = Field(
         default=None, ge=1 << 16, description="Most bytes in a file, 65536 or more; default: 5 GiB."
     )
+
+    keep: bool = Field(default=True, description="What was uploaded stays in the folder, too.")
 
     @field_validator("pattern")
     @classmethod

@@ -46,8 +46,8 @@ def show(
 
     settings = load_settings(config, context=worker_context(flags or []))
     say(settings_state(settings), settings_lines(settings), json)
-    settings.worker()
-    settings.job()
+    for build in (settings.worker, settings.job, settings.group_rules, settings.episode_limits, settings.tool_limits):
+        build()
     if "engine.model" in settings.said:
         settings.engine()
 

@@ -149,9 +149,13 @@ class Settings:
         """Limits for `RolloutClient.episodes`. code: more of its fields, such as on_full. Raises InvalidField."""
         return self._made(EpisodeLimits, "episodes", code)
 
+    def tool_limits(self) -> ToolLimits:
+        """Limits of a turn's calls. Raises InvalidField."""
+        return self._made(ToolLimits, "tools")
+
     def tools(self) -> ToolRegistry:
         """The tools of the file at tools.path, or none; see `ToolRegistry.load`. Raises InvalidField, ConfigError."""
-        limits, path = self._made(ToolLimits, "tools"), self.said.get("tools.path")
+        limits, path = self.tool_limits(), self.said.get("tools.path")
         if path is None or path.value is None:
             return ToolRegistry(limits=limits)
         return ToolRegistry.load(path.value, limits)
@@ -174,7 +178,7 @@ class Settings:
             "publisher": lambda: left._model(SyncSettings, "publisher", left._section("publisher")),
             "group": left.group_rules,
             "episodes": left.episode_limits,
-            "tools": lambda: left._made(ToolLimits, "tools"),
+            "tools": left.tool_limits,
         }
         for section, build in builds.items():
             while (problem := left._problem(section, build)) is not None:

@@ -46,6 +46,10 @@ def _images(value: Any) -> Told:
     return {"engine.extra.limit_mm_data_per_request": {"image": engine.whole(value, 0)}}
 
 
+KEPT = 6
+"""Tokens of its context that SGLang keeps for itself."""
+
+
 def _lengths(block: Mapping[str, Any]) -> Rule:
     """What prompt_length says of the longest prompt and answer together."""
     prompt, answer = positive(block, "prompt_length"), positive(block, "response_length")
@@ -55,7 +59,7 @@ def _lengths(block: Mapping[str, Any]) -> Rule:
     own = arguments.get("sglang") if isinstance(arguments, Mapping) else None
     given = block.get("max_model_len") is not None or (isinstance(own, Mapping) and "context_length" in own)
     # Where verl composed the file its servers read null as the model's own context, and so do engines here.
-    told = {} if given or "_target_" in block else {"engine.context_length": prompt + answer}
+    told = {} if given or "_target_" in block else {"engine.context_length": prompt + answer + KEPT}
     if _turns(block) is not None:
         told["episodes.tokens"] = prompt + answer
     return Rule(
@@ -114,7 +118,7 @@ def table(block: Mapping[str, Any]) -> Table:
         "_target_": _TARGET,
         "name": engine.ENGINES,
         "mode": engine.CLIENTS,
-        **dict.fromkeys(("nnodes", "n_gpus_per_node"), engine.CLUSTER),
+        **dict.fromkeys(("nnodes", "n_gpus_per_node", "router_config_path"), engine.CLUSTER),
         # what is sampled
         "temperature": Rule(why="do_sample=false is greedy, whatever this says") if greedy else job("temperature"),
         **{name: job(name) for name in _SAMPLED},

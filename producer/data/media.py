@@ -74,7 +74,10 @@ def _bytes_of(kind: MediaKind, source: Any) -> bytes:
         return _read(Path(path))
     if kind == "image" and callable(getattr(source, "save", None)):
         encoded = io.BytesIO()
-        source.save(encoded, format="PNG")
+        try:
+            (source.convert("RGB") if getattr(source, "mode", None) == "CMYK" else source).save(encoded, format="PNG")
+        except (OSError, ValueError, SystemError) as error:
+            raise InvalidField(kind, source, f"an image that PNG can hold: {error}") from error
         return encoded.getvalue()
     allowed = "bytes, a path, base64 text, a data: or http(s) URL, or (for images) an image of PIL"
     raise InvalidField(kind, source, allowed)
@@ -109,8 +112,10 @@ def _of_array(kind: MediaKind, source: Any) -> tuple[dict[str, Any], bytes] | No
 
 def _wav(samples: npt.NDArray[np.float32], rate: int) -> bytes:
     """A WAV file of (n,) float32 samples, which the standard library cannot write."""
-    if samples.ndim != 1:
-        raise ValueError(f"shape {samples.shape}")
+    if samples.ndim != 1 or not samples.size or not np.isfinite(samples).all():
+        raise ValueError(f"shape {samples.shape}, of finite numbers")
+    if not 0 < rate < 1 << 29:
+        raise ValueError(f"a rate of {rate}")
     size = samples.nbytes
     form = b"WAVE", b"fmt ", 16, 3, 1, rate, rate * 4, 4, 32
     return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + size, *form, b"data", size) + samples.tobytes()

@@ -8,10 +8,11 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 from uuid import uuid4
 
-from ...messages.errors import ConfigError
+from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import MediaKind, Medium, Tool
 from .media import medium
 
@@ -83,7 +84,7 @@ class ToolClass:
     async def __call__(self, **arguments: Any) -> ToolAnswer:
         """One call, from `create` to `release`. Raises what they raise, and InvalidField for what is no medium.
 
-        An answer's `image` and `video` are lists of what `medium` takes.
+        An answer's `image` and `video` are lists of what `medium` takes, but for paths and URLs.
         """
         instance_id = uuid4().hex
         try:
@@ -107,7 +108,15 @@ class ToolClass:
 
 
 def _media(response: Any) -> tuple[Medium, ...]:
-    """What a ToolResponse shows, pictures first. Encoding takes a while."""
+    """What a ToolResponse shows, pictures first. Encoding takes a while.
+
+    A text is refused: a path or URL may be the model's own, and a tool reads what it shows by itself.
+    """
     kinds: tuple[MediaKind, ...] = "image", "video"
-    given = ((kind, one) for kind in kinds for one in getattr(response, kind, None) or ())
-    return tuple(medium(kind, one) for kind, one in given if one is not None)
+    found = []
+    for kind in kinds:
+        for one in getattr(response, kind, None) or ():
+            if isinstance(one, str | PurePath):
+                raise InvalidField(kind, str(one)[:80], "bytes, pictures or arrays, which the tool has read")
+            found += [medium(kind, one)] if one is not None else []
+    return tuple(found)

@@ -158,9 +158,18 @@ async def run_tool_calls(
     tools_kwargs: for tool classes in VERL's form, its data field of that name: `{tool: {"create_kwargs": {...}}}`.
     """
     kwargs, most = tools_kwargs or {}, registry.limits.max_parallel_calls
-    ran = await asyncio.gather(*(_run(call, registry, timeout, kwargs) for call in calls[:most]))
+    runs = [place for place, call in enumerate(calls) if call.error is None and registry.runner(call.name)]
+    too_many = set(runs[most:] if most is not None else ())
     error = f"only the first {most} calls of a turn are run"
-    return [*ran, *(ToolOutcome(call, f"Error: {error}", error) for call in calls[len(ran) :])]
+    ran = iter(
+        await asyncio.gather(
+            *(_run(call, registry, timeout, kwargs) for place, call in enumerate(calls) if place not in too_many)
+        )
+    )
+    return [
+        ToolOutcome(call, f"Error: {error}", error) if place in too_many else next(ran)
+        for place, call in enumerate(calls)
+    ]
 
 
 async def _run(
@@ -177,7 +186,7 @@ async def _run(
         async with asyncio.timeout(timeout):
             answer = await call_either(runner, **(call.arguments or {}))
             said = answer if isinstance(answer, ToolAnswer) else ToolAnswer(answer)
-            text = registry.limits.shown(_as_text(said.content))
+            text = _as_text(said.content, registry.limits)
     except TimeoutError:
         error = f"{call.name} did not answer within {timeout:g} s" if timeout else f"{call.name}: TimeoutError"
     except Exception as raised:  # a tool may raise anything; the other calls go on
@@ -188,8 +197,8 @@ async def _run(
     return ToolOutcome(call, f"Error: {error}", error, time.monotonic() - began)
 
 
-def _as_text(answer: Any) -> str:
-    """The answer as the text of a message. Raises ValueError if it is too long."""
+def _as_text(answer: Any, limits: ToolLimits) -> str:
+    """The answer as the text of a message, cut to the limits. Raises ValueError if it is too long even so."""
     if isinstance(answer, str):
         text = answer
     else:
@@ -197,6 +206,7 @@ def _as_text(answer: Any) -> str:
             text = json.dumps(answer, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
             text = str(answer)
+    text = limits.shown(text)
     if len(text) > MAX_TEXT:
         raise ValueError(f"an answer of {len(text)} characters: at most {MAX_TEXT} fit a message")
     return text.encode(errors="replace").decode()  # a lone surrogate cannot be encoded

@@ -31,7 +31,10 @@ class Extras:
         """Every worker checks all parameters of its engine, or those of these names: {"valid", "version", "nan", "inf",
         "zero", "wrong", "workers": worker -> its whole finding}.
         nan, inf: parameters with such a value. zero: matrices of zeros. All are in the engine's names. wrong: tensors
-        that differ in a bit from the published ones, in the trainer's names; not looked for with `names`."""
+        that differ in a bit from the published ones, in the trainer's names; not looked for with `names`, which are the
+        engine's. Raises InvalidField for an unknown name, and for no name at all."""
+        if names is not None and not names:
+            raise InvalidField("names", names, "names of parameters, or None for all")
         audit, answers = await self._audit("validate_weights", 10_000, names or ())
         kinds = ("nan", "inf", "zero", "wrong")
         found = {kind: sorted({name for one in answers.values() for name in one.get(kind, ())}) for kind in kinds}
@@ -73,13 +76,14 @@ class Extras:
 
     async def save_remote_model(self, remote_path: str, storage_type: str = "s3") -> bool:
         """One worker saves its weights as safetensors and copies them to a URL with fsspec. Returns True.
-        remote_path: a URL, or its part after `storage_type`://. The files stay in the worker's /var/tmp."""
+        remote_path: a URL, or its part after `storage_type`://. They go through the worker's /var/tmp, and stay
+        there if the copy fails: the error says where."""
         behind = remote_path if storage_type == "file" else remote_path.lstrip("/")
         url = remote_path if "://" in remote_path else f"{storage_type}://{behind}"
         if not url.startswith(f"{storage_type}://"):
             raise InvalidField("storage_type", storage_type, f"{url.partition('://')[0]!r}, as the URL has it")
         folder = SAVE_FOLDER / f"rolloutmq-save-{secrets.token_hex(8)}"
-        await self._ask_one("save", {"path": str(folder), "upload": url})
+        await self._ask_one("save", {"path": str(folder), "upload": url, "keep": False})
         return True
 
     async def start_profile(self) -> bool:

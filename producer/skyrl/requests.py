@@ -121,7 +121,10 @@ def create_rl_logit_processor(action_mask: Any = None, disallowed_tokens: Any = 
 def parse_rl_logit_processor(text: str) -> list[LogitProcessor]:
     """The processors in a text of `create_rl_logit_processor`. Raises InvalidField for any other text."""
     try:
-        return [LogitProcessor.model_validate(one) for one in json.loads(text)]
+        found = json.loads(text) if isinstance(text, str) else None
+        if not isinstance(found, list) or not found:
+            raise TypeError("no list of processors")
+        return [LogitProcessor.model_validate(one) for one in found]
     except (TypeError, ValueError, RecursionError) as error:
         why = f"a text of create_rl_logit_processor, since code never travels ({error})"
         raise InvalidField("custom_logit_processor", text, why) from None
@@ -211,6 +214,9 @@ def with_media(form: str, prompt: Any, data: Mapping[str, Any]) -> dict[str, Any
 
 
 def _list(value: Any) -> list[Any]:
+    # An array and what is told about it are one medium.
+    if isinstance(value, tuple) and [hasattr(one, "shape") for one in value] == [True, False]:
+        return [value]
     return list(value) if isinstance(value, list | tuple) else [value]
 
 

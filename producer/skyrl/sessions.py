@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.errors import InvalidField
-from ...messages.model import GenerateJob, RolloutResult
+from ...messages.model import GenerateJob, Medium, RolloutResult
 from .generation import Generation
 from .outputs import InferenceEngineOutput, request_id
 from .requests import InferenceEngineInput
@@ -22,32 +22,41 @@ class Tokens:
     """The tokens of a conversation: `own`, (n,) int32, after those of `before`.
 
     Requests that continue one another share what they have in common, so a turn costs the memory of its own tokens.
-    end: the number of tokens from the start of the conversation.
+    end: the number of tokens from the start of the conversation. media: those that have places in `own`.
     """
 
     own: npt.NDArray[np.int32]
     before: Tokens | None = field(default=None, repr=False)
     end: int = 0
+    media: tuple[Medium, ...] = ()
 
-    def then(self, ids: npt.NDArray[np.int32]) -> Tokens:
+    def then(self, ids: npt.NDArray[np.int32], media: tuple[Medium, ...] = ()) -> Tokens:
         """These tokens, followed by `ids`."""
-        return Tokens(ids, self, self.end + len(ids))
+        return Tokens(ids, self, self.end + len(ids), media)
 
     def upto(self, end: int) -> Tokens:
-        """The first `end` tokens."""
+        """The first `end` tokens. Raises InvalidField for an end amid a prompt with media."""
         last: Tokens = self
         while last.before is not None and last.before.end >= end:
             last = last.before
         start = last.end - len(last.own)
-        return Tokens(last.own[: end - start], last.before, end)
+        if last.media and start < end < last.end:
+            raise InvalidField("offset", end, f"outside of {start} to {last.end}, where the places of media are")
+        return Tokens(last.own[: end - start], last.before, end, last.media if end == last.end else ())
 
     def all(self) -> npt.NDArray[np.int32]:
         """(end,) int32: the whole conversation."""
-        parts, part = [self.own], self.before
-        while part is not None:
-            parts.append(part.own)
-            part = part.before
-        return np.concatenate(parts[::-1])
+        return np.concatenate([part.own for part in self._parts()])
+
+    def all_media(self) -> tuple[Medium, ...]:
+        """Of the whole conversation, in the order of their places."""
+        return tuple(one for part in self._parts() for one in part.media)
+
+    def _parts(self) -> list[Tokens]:
+        parts = [self]
+        while (before := parts[-1].before) is not None:
+            parts.append(before)
+        return parts[::-1]
 
 
 NOTHING = Tokens(np.empty(0, np.int32))
@@ -217,12 +226,12 @@ def _prompt(prefix: Prefix, job: GenerateJob) -> Tokens:
     """The session's tokens, followed by the job's own."""
     if job.token_ids is None:
         raise InvalidField("image_data", "media beside a conversation", "ids with the model's own placeholders in them")
-    return prefix.tokens.then(job.token_ids)
+    return prefix.tokens.then(job.token_ids, job.media)
 
 
 def _behind(prefix: Prefix, prompt: Tokens, job: GenerateJob, session_id: str) -> GenerateJob:
     """The job with the whole prompt. It prefers the worker that has the session's tokens in its cache."""
-    update: dict[str, Any] = {"token_ids": prompt.all()}
+    update: dict[str, Any] = {"token_ids": prompt.all(), "media": prompt.all_media()}
     if prefix.worker_id:
         update["prefer_worker"] = prefix.worker_id
     if len(session_id) <= 64:

@@ -19,6 +19,8 @@ import typing_extensions
 from support.engines.remote import RemoteEngine
 from support.pools.pool import eventually
 
+from rolloutmq import RolloutClient
+from rolloutmq.ops.config import load_settings
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.tiny_model import load_tiny_model
 from rolloutmq.producer.skyrl import SkyRLEngine
@@ -109,6 +111,23 @@ async def test_the_generator_gives_what_it_gives_over_an_engine_in_one_process(
     await engine.teardown()
     same(*outputs)
     assert len(outputs[0]["response_ids"]) == (12 if "step_wise_trajectories" in settings else 4)
+
+
+async def test_skyrls_own_configuration_is_a_clients_too(example: ModuleType, text_model: Path, tmp_path: Path) -> None:
+    from omegaconf import OmegaConf  # noqa: PLC0415
+    from skyrl.train.config.config import SkyRLTrainConfig  # noqa: PLC0415
+
+    config = OmegaConf.structured(SkyRLTrainConfig)
+    config.trainer.policy.model.path = str(text_model)
+    config.generator.max_turns, config.generator.n_samples_per_prompt = 3, 2
+    config.generator.sampling_params.max_generate_length = MANY
+    (tmp_path / "skyrl.yaml").write_text(OmegaConf.to_yaml(config))
+    settings = load_settings(tmp_path / "skyrl.yaml")
+    assert (settings.engine().model, settings.episode_limits().turns) == (str(text_model), 3)
+    async with RolloutClient() as client:
+        groups = await client.generate(PROMPTS, **settings.job())
+    lengths = [len(result.token_ids) for group in groups for result in group.results]
+    assert (len(lengths), min(lengths) > 0, max(lengths) <= MANY) == (2 * len(PROMPTS), True, True)
 
 
 class Watched(SkyRLEngine):

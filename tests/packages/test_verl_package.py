@@ -19,6 +19,8 @@ import pytest
 from support.engines.remote import RemoteEngine
 from support.trainers.by_heart import learn
 
+from rolloutmq import BlockingRolloutClient
+from rolloutmq.ops.config import load_settings
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.tiny_model import load_tiny_model
 from rolloutmq.worker.cpu_support import prepare_transformers
@@ -191,3 +193,26 @@ def test_every_handle_of_an_actor_speaks_to_one_engine_of_skyrls_interface(manag
     ray.get(one.teardown.remote())
     with pytest.raises(ray.exceptions.RayTaskError, match="torn down"):
         ray.get(other.generate.remote(batch))
+
+
+def test_what_verl_composed_is_the_configuration_of_workers_and_clients(
+    example: ModuleType, text_model: Path, tmp_path: Path
+) -> None:
+    from omegaconf import OmegaConf  # noqa: PLC0415
+
+    rollout = "actor_rollout_ref.rollout"
+    config = example.configuration(
+        f"{rollout}.dtype=float32",
+        f"{rollout}.multi_turn.enable=True",
+        f"{rollout}.multi_turn.max_assistant_turns=3",
+        f"{rollout}.over_sample_rate=0.25",
+    )
+    file = tmp_path / "verl.yaml"
+    file.write_text(OmegaConf.to_yaml(config))
+    settings = load_settings(file)
+    assert (settings.engine().model, settings.engine().dtype) == (str(text_model), "float32")
+    assert settings.worker().first_weights == "newest"  # its load_format is dummy
+    assert (settings.group_rules().over_sample_rate, settings.episode_limits().turns) == (0.25, 3)
+    with BlockingRolloutClient() as client:
+        (group,) = client.generate([[5, 6, 7]], **settings.job())
+    assert [0 < len(result.token_ids) <= 24 for result in group.results] == [True]

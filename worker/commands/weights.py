@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -60,6 +61,8 @@ async def save(on: WorkerParts, params: SaveParams, deadline: float) -> Mapping[
     result = {**saved, "format": params.format, "version": version}
     if params.upload:
         result |= await asyncio.to_thread(upload, Path(str(saved["path"])), params.upload)
+        if not params.keep:
+            await asyncio.to_thread(shutil.rmtree, saved["path"])
     return result
 
 

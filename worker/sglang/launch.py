@@ -22,7 +22,7 @@ from ..cpu_support import prepare_engine
 from ..engine import EngineInfo
 from . import patches
 from .calls.answer import INPUT_LOGPROBS, LOGPROBS, STATE, Shapes
-from .calls.media import keep_tokens
+from .calls.media import KEPT, has_own_places, keep_tokens, let_go
 from .config import SGLangConfig
 from .inside import ChildSetup, run_scheduler
 
@@ -237,7 +237,13 @@ def _keep_tokens_of_processors() -> None:
     make = patches.original("managers.tokenizer_manager:get_mm_processor")
 
     def make_kept(hf_config: Any, server_args: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
-        keep_tokens(getattr(processor, "tokenizer", processor))
+        tokenizer = getattr(processor, "tokenizer", processor)
+        keep_tokens(tokenizer)
+        made = make(hf_config, server_args, processor, *args, **kwargs)
+        if has_own_places(made):
+            setattr(made, KEPT, True)
+            return made
+        let_go(tokenizer)
         return make(hf_config, server_args, processor, *args, **kwargs)
 
     patches.replace("managers.tokenizer_manager:get_mm_processor", make_kept)

@@ -31,7 +31,7 @@ def offered(typed: str) -> list[str]:
         ("rolloutmq top --once --j", ["--json"]),
         ("rolloutmq ops can", ["cancel"]),
         ("rolloutmq ops run --w", ["--wait"]),
-        ("rolloutmq control pa", ["pause"]),
+        ("rolloutmq control pa", ["pause", "parameter"]),
         ("rolloutmq control pause --tim", ["--timeout"]),
         ("rolloutmq dead req", ["requeue"]),
         ("rolloutmq control profile st", ["start", "stop"]),

@@ -164,11 +164,11 @@ def test_where_verl_composed_the_file_null_is_the_models_own_context(tmp_path: P
 @pytest.mark.parametrize(
     ("keys", "context"),
     [
-        ({}, 1600),
-        ({"max_model_len": None}, 1600),
+        ({}, 1606),
+        ({"max_model_len": None}, 1606),
         ({"max_model_len": 2000}, 2000),
         ({"engine_kwargs": {"sglang": {"context_length": 3000}}}, 3000),
-        ({"prompt_length": "${data.longest}"}, 1000),
+        ({"prompt_length": "${data.longest}"}, 1006),
     ],
 )
 def test_an_engine_takes_the_longest_prompt_and_answer(tmp_path: Path, keys: dict[str, Any], context: int) -> None:

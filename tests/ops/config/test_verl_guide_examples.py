@@ -35,7 +35,7 @@ rollout:
 """,
         {
             "engine.model": "Qwen/Qwen3-0.6B",
-            "engine.context_length": 2560,
+            "engine.context_length": 2566,
             "job.sampling.max_new_tokens": 512,
             "engine.tp_size": 1,
             "engine.mem_fraction": 0.5,
@@ -87,7 +87,7 @@ rollout:
   disable_log_stats: true
 """,
         {
-            "engine.context_length": 2560,
+            "engine.context_length": 2566,
             "job.sampling.max_new_tokens": 512,
             "worker.max_running": 1024,
             "engine.max_running": 1024,

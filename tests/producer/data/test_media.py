@@ -247,6 +247,17 @@ def test_a_part_that_cannot_be_taken_is_named(content: Any, where: str, why: str
     assert refused.value.field.startswith(where)
 
 
+def test_sounds_and_pictures_that_no_file_can_hold() -> None:
+    Image = pytest.importorskip("PIL.Image")
+    tone = np.zeros(8, np.float32)
+    for sound in ((tone, 0), (tone, -1), tone[:0], np.full(8, np.nan)):
+        with pytest.raises(InvalidField, match="samples of one channel, or"):
+            medium("audio", sound)
+    with pytest.raises(InvalidField, match="an image that PNG can hold"):
+        medium("image", Image.new("F", (4, 4)))
+    assert medium("image", Image.new("CMYK", (4, 4))).mime == "image/png"
+
+
 def test_a_path_in_a_message_stays_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(PNG)
     (tmp_path / "open").mkdir()

@@ -60,6 +60,8 @@ class Check:
                 raise KeyError("broken")
             case "image":
                 return Response(image=[b""]), 0.0, {}
+            case "path":
+                return Response(image=["/etc/passwd"]), 0.0, {}
             case "show":
                 return Response(text="Look.", image=[PNG, None, PNG], video=[MP4]), 0.0, {}
             case "only":
@@ -131,7 +133,13 @@ async def test_a_tool_class_is_created_executed_and_released_for_each_call(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"), [("break", "KeyError"), ("image", "image='bytes': 1 to"), ("hang", "did not answer within")]
+    ("answer", "says"),
+    [
+        ("break", "KeyError"),
+        ("image", "image='bytes': 1 to"),
+        ("path", "which the tool has read"),
+        ("hang", "did not answer within"),
+    ],
 )
 async def test_an_instance_is_released_however_its_call_ends(tmp_path: Path, answer: str, says: str) -> None:
     registry = load(tmp_path, entry("Check", tool_schema=SCHEMA))

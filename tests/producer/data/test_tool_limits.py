@@ -22,11 +22,12 @@ async def test_calls_beyond_the_limit_do_not_run_and_the_model_is_told() -> None
 
     registry.add(TOOL, visit)
     calls = [ToolCall(id=city, name="get_weather", arguments={"city": city}) for city in ("Rome", "Oslo", "Bonn")]
+    calls[1:1] = [ToolCall(id="1", error="not JSON"), ToolCall(id="2", name="strange")]  # they would not run anyway
     outcomes = await run_tool_calls(calls, registry)
     assert sorted(ran) == ["Oslo", "Rome"]
-    assert [outcome.call.id for outcome in outcomes] == ["Rome", "Oslo", "Bonn"]
-    assert [outcome.ok for outcome in outcomes] == [True, True, False]
-    assert outcomes[2].as_message().content == "Error: only the first 2 calls of a turn are run"
+    assert [outcome.call.id for outcome in outcomes] == ["Rome", "1", "2", "Oslo", "Bonn"]
+    assert [outcome.ok for outcome in outcomes] == [True, False, False, True, False]
+    assert outcomes[4].as_message().content == "Error: only the first 2 calls of a turn are run"
 
 
 @pytest.mark.parametrize(

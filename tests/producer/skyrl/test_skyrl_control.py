@@ -180,6 +180,7 @@ async def test_saving(redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         await it.continue_generation()
         assert await it.save_remote_model(str(tmp_path / "far"), storage_type="file")
         assert list((tmp_path / "far").rglob("*.safetensors"))
+        assert not list((tmp_path / "kept").rglob("*.safetensors"))
         with pytest.raises(FeatureUnavailable, match="save"):  # that is SGLang's own format
             await it.save_sharded_model(str(tmp_path / "sharded"))
         with pytest.raises(InvalidField, match="storage_type="):

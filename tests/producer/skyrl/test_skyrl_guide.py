@@ -106,7 +106,7 @@ def test_constraints_travel_as_names_and_never_as_code() -> None:
     assert create_rl_logit_processor() is None
     fields, _ = sampling_fields({"max_generate_length": 4, "custom_logit_processor": text, "action_mask": [5, 7, 9]})
     assert [one.params["token_ids"] for one in fields["logit_processors"]] == [[5, 7, 9], [5, 7], [2]]
-    for wrong in ('{"callable": "80049"}', "[1]", "\x80\x04", '[{"name": "a", "code": "b"}]'):
+    for wrong in ('{"callable": "80049"}', "[1]", "\x80\x04", '[{"name": "a", "code": "b"}]', "{}", "[]", b"[]"):
         with pytest.raises(InvalidField, match="code never travels"):
             sampling_fields({"custom_logit_processor": wrong})
 

@@ -18,7 +18,7 @@ from support.pools.pool import eventually, replies, wait_replies, worker
 from support.specimens.messages import SHORT, job
 
 from rolloutmq.messages import Broker, Lease, RolloutResult, SamplingParams
-from rolloutmq.messages.errors import TransferTimeout
+from rolloutmq.messages.errors import InvalidField, TransferTimeout
 from rolloutmq.producer.client import RolloutClient
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync import WeightPublisher
@@ -83,6 +83,9 @@ async def test_one_worker_is_paused_and_its_work_goes_to_the_other(
     async with worker(redis_db, engine=slow(), max_running=3) as one:
         jobs = await busy(broker, one)
         async with worker(redis_db, max_running=3) as other:
+            for mode in ("abort", "finish", "in_place"):
+                with pytest.raises(InvalidField, match="hand_back=True: false, or mode 'interrupt' or 'retract'"):
+                    await control.pause(mode, hand_back=True, worker_id=one.id)
             (await control.pause("interrupt", hand_back=True, worker_id=one.id)).check()
             await all_done(broker, jobs)
             assert other.status.state == "serving"

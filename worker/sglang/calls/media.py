@@ -12,10 +12,13 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ....messages.errors import RequestRefused
+from ....messages.errors import RequestRefused, shortly
 from ....messages.model import Medium
 from ...engine import EngineRequest
 
+KINDS = ("image", "video", "audio")
+KEPT = "rolloutmq_kept"
+"""Marks a processor of SGLang's whose prompts' tokens are kept."""
 NUMPY = b"\x93NUMPY"
 _FIRST = 0x40000
 """Unicode has no characters in planes 4 to 13, so the character _FIRST + i can stand for token i."""
@@ -63,12 +66,34 @@ def keep_tokens(tokenizer: Any) -> None:
         tokenizer.__class__ = type("Kept", (_Kept, type(tokenizer)), {})
 
 
+def let_go(tokenizer: Any) -> None:
+    """Undo `keep_tokens`."""
+    _, tokenizer.__class__ = type(tokenizer).__bases__
+
+
+def has_own_places(processor: Any) -> bool:
+    """Whether each place for media of SGLang's processor is a token of its own, so that a kept prompt shows it.
+
+    Some models write it as a text, of tokens that other texts have, too.
+    """
+    written: Any = processor._processor
+    tokenizer = getattr(written, "tokenizer", written)
+    texts = [getattr(processor.mm_tokens, f"{kind}_token", None) for kind in KINDS]
+    return all(
+        token in tokenizer._written
+        for text in texts
+        if text
+        for token in tokenizer.encode(text, add_special_tokens=False)
+    )
+
+
 def place_media(request: EngineRequest, processor: Any) -> dict[str, Any]:
     """Return what differs for a request with media among the arguments that `generate_arguments` makes. Slow.
 
     processor: SGLang's. Raises RequestRefused unless the prompt has as many places as there are media.
     """
     ids: list[int] = request.token_ids.tolist()
+    _check_pictures(request.media)
     if any(one.data is not None and one.data.startswith(NUMPY) for one in request.media):
         ids, frames = _with_frames(ids, request.media, processor)
         # SGLang tells videos apart by their frames alone, and would give one the cached prefix of the other.
@@ -77,17 +102,33 @@ def place_media(request: EngineRequest, processor: Any) -> dict[str, Any]:
     return {"input_ids": _placed(ids, request.media, processor)}
 
 
+def _check_pictures(media: Sequence[Medium]) -> None:
+    """Raises RequestRefused for a picture that PIL would not decode, such as one of far more pixels than bytes.
+
+    SGLang takes that for an error of its own, and its worker for one of the engine.
+    """
+    for number, one in enumerate(media):
+        if one.kind == "image" and one.data is not None:
+            from PIL import Image  # noqa: PLC0415 – only where media come
+
+            try:
+                Image.open(io.BytesIO(one.data)).close()
+            except Exception as error:  # each format has errors of its own
+                raise RequestRefused(f"media.{number}: {type(error).__name__}: {shortly(str(error))}") from error
+
+
 def _placed(placed: list[int], media: Sequence[Medium], processor: Any) -> list[int]:
     """Return the ids with one token of its kind's placeholder for each medium. A run of them may stand for one."""
-    for kind in ("image", "video", "audio"):
-        token = getattr(getattr(processor, "mm_tokens", None), f"{kind}_token_id", None)
-        if token is None or token not in placed:
-            continue  # another kind of place, which only the model's own processor knows
-        count = sum(one.kind == kind for one in media)
-        if placed.count(token) != count:
+    if not getattr(processor, KEPT, False):
+        return placed  # only SGLang's processor knows the places
+    for kind in KINDS:
+        token, count = getattr(processor.mm_tokens, f"{kind}_token_id", None), sum(one.kind == kind for one in media)
+        if token is None and count:
+            raise RequestRefused(f"media: {count} of kind {kind}: this model takes none")
+        if token is not None and placed.count(token) != count:
             runs = [[token] if found == token else list(run) for found, run in groupby(placed)]
             placed = [one for run in runs for one in run]
-        if (places := placed.count(token)) != count:
+        if (places := placed.count(token) if token is not None else 0) != count:
             raise RequestRefused(f"media: {count} of kind {kind} for {places} places (token {token}) in the prompt")
     return placed
 

@@ -66,7 +66,8 @@ class Inside:
             with self._on_device(), torch.no_grad():
                 return {"ok": True, "result": self._operations[str(question["operation"])](question)}
         except InvalidField as error:
-            return {"ok": False, "invalid": [error.field, shortly(error.value), error.allowed]}
+            value = error.value if isinstance(error.value, int | str) else shortly(error.value)
+            return {"ok": False, "invalid": [error.field, value, error.allowed]}
         except Exception as error:  # whatever torch or the disk raises belongs into the answer
             return {"ok": False, "kind": type(error).__name__, "error": str(error) or type(error).__name__}
 
@@ -116,7 +117,10 @@ class Inside:
                 with contextlib.suppress(RolloutMQError):
                     held |= self._of(int(question["version"]), lambda _, plan: held_tensors(plan))[0]
             if name not in held:
-                raise InvalidField("name", name, f"a parameter that this rank holds whole{nearest(name, list(held))}")
+                near = nearest(name, list(held))
+                raise InvalidField(
+                    "name", name, f"a parameter of the engine, or a tensor that this rank holds whole{near}"
+                )
             first = held[name][:entries] if held[name].dim() else held[name]
             if first.numel() > MOST_VALUES:
                 most = MOST_VALUES * len(first) // first.numel()

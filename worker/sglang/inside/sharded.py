@@ -19,6 +19,7 @@ from ....messages.errors import DigestMismatch, EngineError
 from ....messages.model import TensorSpec
 from ....messages.model.command_params import file_names
 from ....sync.disk import FILE_BYTES, BrokenSnapshot, NoSuchSnapshot, disk_errors
+from ....sync.disk.errors import SnapshotError
 from ....sync.disk.write import beside_weights
 from ....sync.plan import CopyPlan, PlanImpossible
 from ....sync.tensors import digest, digests, dtype_named, hex_of
@@ -86,6 +87,7 @@ def save(
 
 def write(tensors: Named, path: Path, rank: int, pattern: str = PATTERN, max_size: int = FILE_BYTES) -> list[str]:
     """Write files of at most `max_size` bytes of tensors, a larger tensor alone. Returns their names."""
+    from safetensors import SafetensorError  # noqa: PLC0415
     from safetensors.torch import save_file  # noqa: PLC0415
 
     parts: list[str] = []
@@ -95,7 +97,12 @@ def write(tensors: Named, path: Path, rank: int, pattern: str = PATTERN, max_siz
     def close() -> None:
         if part:
             parts.append(pattern.format(rank=rank, part=len(parts)))
-            save_file(part, path / parts[-1])
+            file = path / parts[-1]
+            try:
+                save_file(part, file)
+            except SafetensorError as error:
+                raise SnapshotError(f"writing {file}: {error}") from error
+            file.chmod(path.stat().st_mode & 0o666)  # its own is for this user alone
             part.clear()
 
     for name, tensor in tensors:

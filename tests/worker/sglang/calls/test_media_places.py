@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from support.specimens.tiny_vision import SPECIAL, TEMPLATE, byte_tokenizer
 
 from rolloutmq.messages.errors import RequestRefused
@@ -16,16 +17,26 @@ from rolloutmq.messages.model import Medium
 from rolloutmq.messages.model.sampling import SamplingParams
 from rolloutmq.worker.cpu_support import prepare_transformers
 from rolloutmq.worker.engine.protocol import EngineRequest
-from rolloutmq.worker.sglang.calls.media import keep_tokens, place_media
+from rolloutmq.worker.sglang.calls.media import KEPT, has_own_places, keep_tokens, let_go, place_media
 
 START, END, IMAGE, VIDEO = (
     SPECIAL.index(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad", "video_pad")
 )
-PICTURE = Medium(kind="image", data=b"\x89PNG")
+
+
+def png(width: int) -> bytes:
+    """A square picture, all black; small, however wide it is."""
+    out = io.BytesIO()
+    Image.new("1", (width, width)).save(out, format="PNG")
+    return out.getvalue()
+
+
+PICTURE = Medium(kind="image", data=png(28))
 
 
 def processor(**tokens: int | None) -> Any:
-    return SimpleNamespace(mm_tokens=SimpleNamespace(**{f"{kind}_token_id": token for kind, token in tokens.items()}))
+    ids = SimpleNamespace(**{f"{kind}_token_id": token for kind, token in tokens.items()})
+    return SimpleNamespace(mm_tokens=ids, **{KEPT: True})
 
 
 def request(ids: list[int], *media: Medium) -> EngineRequest:
@@ -69,7 +80,6 @@ def test_a_tokenizer_gives_back_the_ids_that_it_decoded(copied: bool) -> None:
         ([1, START, IMAGE, END], 1, [1, START, IMAGE, END]),
         ([START, IMAGE, IMAGE, IMAGE, END, START, IMAGE, END], 2, [START, IMAGE, END, START, IMAGE, END]),
         ([IMAGE, IMAGE], 2, [IMAGE, IMAGE]),  # of a model that writes nothing between them
-        ([1, 2], 1, [1, 2]),  # the model's place is another text
     ],
 )
 def test_a_run_of_places_is_one(ids: list[int], media: int, placed: list[int]) -> None:
@@ -78,10 +88,38 @@ def test_a_run_of_places_is_one(ids: list[int], media: int, placed: list[int]) -
     assert place_media(request(ids, *[PICTURE] * media), SimpleNamespace()) == {"input_ids": ids}
 
 
-@pytest.mark.parametrize(("places", "media"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("places", "media"), [(2, 1), (1, 2), (0, 1)])
 def test_as_many_places_as_media(places: int, media: int) -> None:
     with pytest.raises(RequestRefused, match=f"media: {media} of kind image for {places} places"):
         place_media(request([START, IMAGE, END] * places, *[PICTURE] * media), processor(image=IMAGE))
+
+
+@pytest.mark.parametrize(("data", "why"), [(png(30_000), "DecompressionBomb"), (b"\x89PNG\r\n\x1a\n", "Unidentified")])
+def test_a_picture_that_cannot_be_decoded_is_refused_by_its_number(data: bytes, why: str) -> None:
+    media = PICTURE, Medium(kind="image", data=data)
+    with pytest.raises(RequestRefused, match=rf"media\.1: {why}"):
+        place_media(request([IMAGE, IMAGE], *media), processor(image=IMAGE))
+
+
+def test_what_the_model_does_not_take_is_refused() -> None:
+    sound = Medium(kind="audio", data=b"RIFF    WAVE")
+    with pytest.raises(RequestRefused, match="1 of kind audio: this model takes none"):
+        place_media(request([1, 2], sound), processor(image=IMAGE, audio=None))
+
+
+@pytest.mark.parametrize(
+    ("place", "own"), [("<|vision_start|><|image_pad|><|vision_end|>", True), ("(picture)", False)]
+)
+def test_only_places_that_are_tokens_are_seen_in_what_is_kept(place: str, own: bool) -> None:
+    prepare_transformers()
+    tokenizer, _ = byte_tokenizer(SPECIAL, TEMPLATE)
+    kind = type(tokenizer)
+    keep_tokens(tokenizer)
+    tokens = SimpleNamespace(image_token=place, video_token=None, audio_token=None)
+    made = SimpleNamespace(_processor=SimpleNamespace(tokenizer=tokenizer), mm_tokens=tokens)
+    assert has_own_places(made) is own
+    let_go(tokenizer)
+    assert type(tokenizer) is kind
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from support.engines.remote import RemoteEngine
 from support.specimens.tiny_vision import write_tiny_vision
 
 from rolloutmq import EpisodeLimits, RolloutClient, SamplingParams
-from rolloutmq.messages.errors import FeatureUnavailable, JobFailed
+from rolloutmq.messages.errors import FeatureUnavailable, InvalidField, JobFailed
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer.data import ToolRegistry, medium
 from rolloutmq.producer.episodes import ToolEnvironment
+from rolloutmq.producer.skyrl import SkyRLEngine
 from rolloutmq.producer.verl import PoolServer, PoolSettings
 from rolloutmq.worker.sglang.engine import SGLangConfig
 
@@ -31,6 +32,7 @@ VIDEO_PAD = 6
 ROOT = Path(__file__).parents[4]
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (84, 112, 3), dtype=np.uint8))
 GREEDY = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+LOGPROBS = GREEDY | {"logprobs": 0}
 
 
 class Model:
@@ -160,6 +162,24 @@ async def test_a_session_shows_all_media_so_far(client: RolloutClient, model: Mo
         again = await branch.generate([1, 70, 2, 1])
         expected = model.next_token(branch.token_ids[: before + 4].tolist(), pictures=shown)
         assert abs(float(again.logprobs[0]) - float(expected[again.token_ids[0]])) < TOLERANCE
+
+
+async def test_a_session_of_skyrls_engine_shows_them_too(redis_url: str, model: Model) -> None:
+    engine = SkyRLEngine(redis_url, tokenizer=str(model.path))
+    session, ids, shown, rid = await engine.open_session(), list[int](), list[Any](), None
+    assert session is not None
+    for pictures in ([NOISE], [], [NOISE.crop((0, 0, 56, 56))]):
+        prompt = [1, 70, *[START, PAD, END] * len(pictures), 71]
+        ids, shown = ids + prompt, shown + pictures
+        given: Any = {"prompt_token_ids": [prompt]} | ({"image_data": [pictures]} if pictures else {})
+        output = await engine.generate_with_session(session, {**given, "sampling_params": LOGPROBS}, rid=rid)
+        expected = model.next_token(ids, pictures=shown)
+        (sampled,), (logprobs,) = output["response_ids"], output["response_logprobs"]
+        assert abs(logprobs[0] - float(expected[sampled[0]])) < TOLERANCE
+        ids, rid = ids + sampled, output["request_ids"][0]
+    with pytest.raises(InvalidField, match="where the places of media are"):
+        await engine.generate_with_session(session, {"prompt_token_ids": [[9]]}, rid=rid, offset=4)
+    await engine.teardown()
 
 
 @pytest.fixture
