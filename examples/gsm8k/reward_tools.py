@@ -11,7 +11,8 @@ from decimal import Decimal
 
 from rolloutmq.producer.episodes import Calculator, Search
 
-LONGEST = 500
+LONGEST, MOST = 500, 8
+"""Characters of an answer, and queries of a search, that count."""
 NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 UNIT = re.compile(r"(?<=[\d)])\s*((square|sq|cubic|units?|[cmk]?m|in|ft|inches|feet|degrees?)\b\s*)+(\*\*\([23]\))?$")
 REWRITES = (  # until nothing changes, so that the innermost braces go first
@@ -21,6 +22,9 @@ REWRITES = (  # until nothing changes, so that the innermost braces go first
     (r"\\(?:text|mathrm)\{([^{}]*)\}", r" \1"),
     (r"(?s).*\\boxed\{([^{}]*)\}.*", r"\1"),
     (r"\\[dt]frac", r"\\frac"),
+    (r"(\d)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+(\2)/(\3))"),
+    (r"\\sqrt\s+(?=\d)", r"\\sqrt"),
+    ("\u2212", "-"),
     (r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))"),
     (r"\\frac(\d)(\d)", r"((\1)/(\2))"),
     (r"\\sqrt\[(\d+)\]\{([^{}]*)\}", r"((\2)**(1/\1))"),
@@ -61,7 +65,7 @@ class Scored:
 
 def last_number(text):
     """The last number of a text, or None: of "#### $1,800.00" it is 1800."""
-    found = NUMBER.findall(text)
+    found = NUMBER.findall(text.replace("\u2212", "-"))
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
@@ -103,6 +107,8 @@ class SearchTool(Scored):
 
     async def execute(self, instance_id, parameters, **_):
         topk = self.config.get("topk", 3)
-        found = [await asyncio.to_thread(self.search, query, topk) for query in parameters["query_list"]]
-        self.scores[instance_id] = float(any(self.truths[instance_id].lower() in text.lower() for text in found))
+        asked, truth = parameters["query_list"], self.truths[instance_id].lower()
+        queries = [asked] if isinstance(asked, str) else asked[:MOST]
+        found = [await asyncio.to_thread(self.search, query, topk) for query in queries]
+        self.scores[instance_id] = float(truth != "" and any(truth in text.lower() for text in found))
         return "\n\n".join(found), 0.0, {"query_count": len(found)}

@@ -54,7 +54,15 @@ SETTING_OF: Mapping[str, str] = {
     "enable_memory_saver": "memory_saver",
 }
 """SGLang's arguments whose setting in engine.* has another name. All others have the same name."""
-PLAIN_JOB = ("priority", "deadline_s", "min_version", "max_staleness", "min_adapter_version", "tool_parser")
+PLAIN_JOB = (
+    "priority",
+    "engine_priority",
+    "deadline_s",
+    "min_version",
+    "max_staleness",
+    "min_adapter_version",
+    "tool_parser",
+)
 """Fields of a job that are no sampling parameters and may be a default for many jobs."""
 OTHER_JOB = ("n", "seed", "stream", "lora", "hidden_states", "routed_experts", "logit_processors")
 """Fields of a job that dictionaries of sampling parameters may hold, too."""

@@ -74,6 +74,14 @@ def _turns(block: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return given if isinstance(given, Mapping) and given.get("enable") is True else None
 
 
+DEFAULTS: Mapping[str, Told] = {
+    "format": {"job.tool_parser": "hermes", "eval.tool_parser": "hermes"},
+    "max_parallel_calls": {"tools.max_parallel_calls": 1},
+    "max_tool_response_length": {"tools.max_response_length": 256},
+}
+"""VERL's own of `multi_turn`, where a file leaves them out."""
+
+
 def _multi_turn(block: Mapping[str, Any]) -> Table:
     given = _turns(block)
     if given is None:
@@ -82,9 +90,10 @@ def _multi_turn(block: Mapping[str, Any]) -> Table:
     answers, users = positive(given, "max_assistant_turns"), positive(given, "max_user_turns")
     users_first = users is not None and (answers is None or users + 1 < answers)
     sooner = Rule(why="the other limit of turns comes first")
-    enable = Rule(why="the keys below say what is allowed")
+    told = {name: value for key, some in DEFAULTS.items() if key not in given for name, value in some.items()}
     if answers is None and users is None and (most := positive(block, "response_length")):
-        enable = Rule(lambda _: {"episodes.turns": most}, "no limit but response_length, of a token for each turn")
+        told["episodes.turns"] = most  # no limit but this, of a token for each turn
+    enable = Rule(lambda _: told, "with VERL's defaults where nothing is said")
     return {
         "_target_": _TARGET,
         "enable": enable,

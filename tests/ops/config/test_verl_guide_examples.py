@@ -124,6 +124,8 @@ rollout:
             "job.tool_parser": "hermes",
             "eval.tool_parser": "hermes",
             "episodes.turns": 5,
+            "tools.max_parallel_calls": 1,
+            "tools.max_response_length": 256,
         },
     ),
     "async needs ids": Example("rollout: {mode: async, skip_tokenizer_init: true}"),

@@ -37,6 +37,7 @@ async def called(registry: ToolRegistry, name: str, truth: str, **arguments: Any
         ("20 packs, so 1800", True),
         ("1800 in 3 days", False),
         ("-1800", False),
+        ("\N{MINUS SIGN}1800", False),
         ("many", False),
         ("", False),
         (1800, True),
@@ -67,6 +68,9 @@ async def test_a_submission_that_gets_nothing_better_is_penalised(registry: Tool
         (r"2\sqrt{3}", "3.47", False),
         (r"\frac{5\sqrt{2}}{2}", r"$\dfrac { 5 \sqrt { 2 } } { 2 }$", True),
         (r"\frac12", "0.5", True),
+        (r"3\frac{1}{2}", "3.5", True),
+        (r"\sqrt 4", "2", True),
+        ("\N{MINUS SIGN}2", "-2", True),
         ("30", r"30^\circ", True),
         ("30", "30 degrees", True),
         (r"36\pi", "113.1 square cm", True),
@@ -92,6 +96,9 @@ async def test_a_search_earns_if_it_finds_the_truth(registry: ToolRegistry) -> N
     for queries, score in ((["group", "dozen"], 1.0), (["fortnight"], 0.0), (["score"], 0.0), ([], 0.0)):
         outcome = await called(registry, "search", "twelve", query_list=queries)
         assert (outcome.reward, outcome.state_reward, outcome.metrics) == (0.0, score, {"query_count": len(queries)})
+    for truth, queries, count in (("", ["group"], 1), ("twelve", "dozen", 1), ("x", ["group"] * 100, 8)):
+        outcome = await called(registry, "search", truth, query_list=queries)
+        assert (outcome.state_reward, outcome.metrics) == (float(truth == "twelve"), {"query_count": count})
     assert "A score is a group of twenty." in (await called(registry, "search", "x", query_list=["score"])).content
 
 
