@@ -275,20 +275,20 @@ class PoolControl:
         upload: str = "",
         pattern: str | None = None,
         max_size: int | None = None,
-        keep: bool = True,
+        discard: bool = False,
         worker_id: str = "",
         timeout: float = 3600.0,
     ) -> Answers:
         """Save the served version in a folder on the worker's host, and copy it to a URL; usually of one worker.
 
         pattern: names of sharded files, with {rank} and {part}. max_size: most bytes in a file. None: SGLang's own.
-        keep: whether what was uploaded stays in the folder, too.
+        discard: remove the folder once it has been uploaded.
         """
         params: dict[str, Any] = {"path": path, "format": format}
         params |= {"upload": upload} if upload else {}
         params |= {"pattern": pattern} if pattern is not None else {}
         params |= {"max_size": max_size} if max_size is not None else {}
-        params |= {} if keep else {"keep": False}
+        params |= {"discard": True} if discard else {}
         return await self.send("save", params, worker_id=worker_id, timeout=timeout)
 
     async def load(

@@ -142,14 +142,19 @@ class Generation:
             self._take_in(sample, leg, output, seconds, beside)
         except EngineDead:
             self.errors["dead"] += 1
-            self.died_with.append(sample)
+            if sample.ending and not sample.dropped:
+                self._finish(sample)
+            else:
+                self.died_with.append(sample)
             self._on_dead()
         except RequestRefused as error:
             self.errors["refused"] += 1
             self._on_refused(sample, error)
         except EngineError as error:
             self.errors["failed"] += 1
-            if not self.slots.try_again(sample, error):
+            if sample.ending and not sample.dropped:
+                self._finish(sample)
+            elif not self.slots.try_again(sample, error):
                 self._on_failed(sample, error)
         except Exception as error:
             self._fail_unexpectedly(sample, error)

@@ -25,6 +25,7 @@ from .command_params import (
     UnloadAdapterParams,
     WakeParams,
     check_params,
+    file_names,
 )
 from .commands import Command, CommandReply
 from .jobs import MAX_SAMPLES, PRIORITIES, GenerateJob, JobFields, QueueFields, SharedFields, TurnFields
@@ -143,6 +144,7 @@ __all__ = [
     "check_media",
     "check_params",
     "cut_segments",
+    "file_names",
     "join_segments",
     "mime_of",
     "too_large",

@@ -155,7 +155,7 @@ class SaveParams(Params):
         default=None, ge=1 << 16, description="Most bytes in a file, 65536 or more; default: 5 GiB."
     )
 
-    keep: bool = Field(default=True, description="What was uploaded stays in the folder, too.")
+    discard: bool = Field(default=False, description="The folder goes once it has been uploaded.")
 
     @field_validator("pattern")
     @classmethod

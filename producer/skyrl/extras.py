@@ -83,7 +83,7 @@ class Extras:
         if not url.startswith(f"{storage_type}://"):
             raise InvalidField("storage_type", storage_type, f"{url.partition('://')[0]!r}, as the URL has it")
         folder = SAVE_FOLDER / f"rolloutmq-save-{secrets.token_hex(8)}"
-        await self._ask_one("save", {"path": str(folder), "upload": url, "keep": False})
+        await self._ask_one("save", {"path": str(folder), "upload": url, "discard": True})
         return True
 
     async def start_profile(self) -> bool:

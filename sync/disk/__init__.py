@@ -1,6 +1,6 @@
 """Weights versions on disk. A version is written whole or not at all, and verified when it is read."""
 
-from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
+from .errors import BrokenSnapshot, NoSuchSnapshot, SnapshotError, disk_errors
 from .export import export_version
 from .folder import INDEX, VERSION_FOLDER, folder_name
 from .read import DiskVersion
@@ -13,6 +13,7 @@ __all__ = [
     "BrokenSnapshot",
     "DiskVersion",
     "NoSuchSnapshot",
+    "SnapshotError",
     "SnapshotStore",
     "disk_errors",
     "export_version",

@@ -206,6 +206,7 @@ def test_what_belongs_to_the_job_and_not_to_sampling() -> None:
         ({"logits_processors": [print]}, "logits_processors", "code never travels"),
         ({"bad_words": ["x"]}, "bad_words", "disallowed_tokens"),
         ({"action_mask": [False, False]}, "action_mask", "at least one true"),
+        ({"action_mask": [1, 0, 1]}, "action_mask", "each token id once"),
         ({"action_mask": "all"}, "action_mask", "a list of token ids"),
         ({"action_mask": []}, "action_mask", "at least one token id"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "at least one token id"),

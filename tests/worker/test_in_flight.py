@@ -239,3 +239,14 @@ async def test_what_is_not_let_go_is_told_again(monkeypatch: pytest.MonkeyPatch)
     await eventually(lambda: len(aborted) >= 3, what="again and again")
     bench.engine.end(ids[0], 5, "abort")
     assert await taking == samples
+
+
+async def test_who_is_to_end_with_what_it_has_does_so_though_the_engine_dies() -> None:
+    bench = Bench()
+    (ending, other), ids = await bench.run(2)
+    ending.ending = True
+    for request_id in ids:
+        bench.engine.ends[request_id].set_exception(EngineDead("gone"))
+    await eventually(lambda: bench.generation.died_with and bench.finished)
+    assert (bench.finished, bench.generation.died_with) == ([ending], [other])
+    assert ending.finish_reason == "abort"

@@ -61,7 +61,7 @@ async def save(on: WorkerParts, params: SaveParams, deadline: float) -> Mapping[
     result = {**saved, "format": params.format, "version": version}
     if params.upload:
         result |= await asyncio.to_thread(upload, Path(str(saved["path"])), params.upload)
-        if not params.keep:
+        if params.discard:
             await asyncio.to_thread(shutil.rmtree, saved["path"])
     return result
 

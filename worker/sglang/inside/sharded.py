@@ -16,10 +16,8 @@ from typing import Any
 import torch
 
 from ....messages.errors import DigestMismatch, EngineError
-from ....messages.model import TensorSpec
-from ....messages.model.command_params import file_names
-from ....sync.disk import FILE_BYTES, BrokenSnapshot, NoSuchSnapshot, disk_errors
-from ....sync.disk.errors import SnapshotError
+from ....messages.model import TensorSpec, file_names
+from ....sync.disk import FILE_BYTES, BrokenSnapshot, NoSuchSnapshot, SnapshotError, disk_errors
 from ....sync.disk.write import beside_weights
 from ....sync.plan import CopyPlan, PlanImpossible
 from ....sync.tensors import digest, digests, dtype_named, hex_of
