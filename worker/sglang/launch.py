@@ -238,9 +238,11 @@ def _keep_tokens_of_processors() -> None:
 
     def make_kept(hf_config: Any, server_args: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
         tokenizer = getattr(processor, "tokenizer", processor)
+        if not hasattr(tokenizer, "get_added_vocab"):
+            return make(hf_config, server_args, processor, *args, **kwargs)
         keep_tokens(tokenizer)
         made = make(hf_config, server_args, processor, *args, **kwargs)
-        if has_own_places(made):
+        if has_own_places(made, tokenizer):
             setattr(made, KEPT, True)
             return made
         let_go(tokenizer)

@@ -71,19 +71,18 @@ def let_go(tokenizer: Any) -> None:
     _, tokenizer.__class__ = type(tokenizer).__bases__
 
 
-def has_own_places(processor: Any) -> bool:
+def has_own_places(processor: Any, tokenizer: Any) -> bool:
     """Whether each place for media of SGLang's processor is a token of its own, so that a kept prompt shows it.
 
-    Some models write it as a text, of tokens that other texts have, too.
+    Some models write it as a text, of tokens that other texts have, too. Some processors do not say what they write.
+    tokenizer: one that keeps its tokens.
     """
-    written: Any = processor._processor
-    tokenizer = getattr(written, "tokenizer", written)
-    texts = [getattr(processor.mm_tokens, f"{kind}_token", None) for kind in KINDS]
+    if (told := getattr(processor, "mm_tokens", None)) is None:
+        return False
+    given = [getattr(told, f"{kind}_token", None) or [] for kind in KINDS]
+    texts = [text for one in given for text in ([one] if isinstance(one, str) else one)]
     return all(
-        token in tokenizer._written
-        for text in texts
-        if text
-        for token in tokenizer.encode(text, add_special_tokens=False)
+        token in tokenizer._written for text in texts for token in tokenizer.encode(text, add_special_tokens=False)
     )
 
 

@@ -116,8 +116,10 @@ def test_only_places_that_are_tokens_are_seen_in_what_is_kept(place: str, own: b
     kind = type(tokenizer)
     keep_tokens(tokenizer)
     tokens = SimpleNamespace(image_token=place, video_token=None, audio_token=None)
-    made = SimpleNamespace(_processor=SimpleNamespace(tokenizer=tokenizer), mm_tokens=tokens)
-    assert has_own_places(made) is own
+    assert has_own_places(SimpleNamespace(mm_tokens=tokens), tokenizer) is own
+    tokens.image_token = [place]
+    assert has_own_places(SimpleNamespace(mm_tokens=tokens), tokenizer) is own
+    assert not has_own_places(SimpleNamespace(), tokenizer)  # as SGLang's of LLaVA and Whisper
     let_go(tokenizer)
     assert type(tokenizer) is kind
 
