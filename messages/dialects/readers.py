@@ -78,18 +78,16 @@ def mask(field: str, *, some: bool = False) -> Reader:
             value = as_list()
         if isinstance(value, list | tuple) and value and all(isinstance(item, bool) for item in value):
             value = [place for place, item in enumerate(value) if item]
-            if not value:
-                if some:
-                    raise ValueError("at least one true among the booleans")
-                return {}
-        found = ids(field)(value)
-        if not found and some:
+            if some and not value:
+                raise ValueError("at least one true among the booleans")
+        chosen = ids(field)(value).get(field, ())
+        if some and not chosen:
             raise ValueError("at least one token id")
-        if not all(type(one) is int and 0 <= one < 1 << 31 for one in found.get(field, ())):
+        if not all(type(one) is int and 0 <= one < 1 << 31 for one in chosen):
             raise ValueError("token ids, 0 to 2147483647, or one boolean for each token of the vocabulary")
-        if len(set(found.get(field, ()))) < len(found.get(field, ())):
+        if len(set(chosen)) < len(chosen):
             raise ValueError("each token id once; a mask has booleans, not 0 and 1")
-        return found
+        return {field: chosen} if chosen else {}
 
     return read
 

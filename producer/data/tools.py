@@ -161,15 +161,13 @@ async def run_tool_calls(
     runs = [place for place, call in enumerate(calls) if call.error is None and registry.runner(call.name)]
     too_many = set(runs[most:] if most is not None else ())
     error = f"only the first {most} calls of a turn are run"
-    ran = iter(
-        await asyncio.gather(
-            *(_run(call, registry, timeout, kwargs) for place, call in enumerate(calls) if place not in too_many)
-        )
-    )
-    return [
-        ToolOutcome(call, f"Error: {error}", error) if place in too_many else next(ran)
-        for place, call in enumerate(calls)
-    ]
+
+    async def outcome(place: int, call: ToolCall) -> ToolOutcome:
+        if place in too_many:
+            return ToolOutcome(call, f"Error: {error}", error)
+        return await _run(call, registry, timeout, kwargs)
+
+    return list(await asyncio.gather(*(outcome(place, call) for place, call in enumerate(calls))))
 
 
 async def _run(

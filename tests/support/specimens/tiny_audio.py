@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from support.specimens.tiny_vision import byte_tokenizer
+from support.specimens.tiny_vision import TEXT, byte_tokenizer
 
 from rolloutmq.worker.cpu_support import prepare_transformers
 
@@ -46,20 +46,7 @@ def write_tiny_audio(path: Path) -> Any:
             "d_model": 64,
             "max_source_positions": 1500,
         },
-        text_config={
-            "model_type": "qwen2",
-            "vocab_size": 320,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-            "tie_word_embeddings": False,
-        },
+        text_config=TEXT | {"model_type": "qwen2"},
         audio_token_index=vocabulary["<|AUDIO|>"],
     )
     torch.manual_seed(0)

@@ -27,6 +27,22 @@ TEMPLATE = (
 )
 
 
+TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+"""The language model behind an encoder."""
+
+
 def byte_tokenizer(special: Sequence[str], template: str) -> tuple[Any, dict[str, int]]:
     """A tokenizer of transformers with a token for each byte and each of `special`, and its vocabulary.
 
@@ -77,20 +93,7 @@ def write_tiny_vision(path: Path, full_attention: tuple[int, ...] = (1,)) -> Any
     ).save_pretrained(path)
     ids = {name: vocabulary[f"<|{name}|>"] for name in ("vision_start", "vision_end", "image_pad", "video_pad")}
     config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": 320,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
-            "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-            "tie_word_embeddings": False,
-        },
+        text_config=TEXT | {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
         vision_config={
             "depth": 2,
             "hidden_size": 64,
