@@ -80,7 +80,7 @@ class ClientCore:
         self._owns_journal = isinstance(journal, str | Path)
         self.journal = Journal(journal) if isinstance(journal, str | Path) else journal
         self.reader = ReplyReader(self.shards, self.client_id, self.inbox, before_ack=before_ack, journal=self.journal)
-        self.inbox.freed = self.reader.wake
+        self.inbox.freed, self.inbox.moved = self.reader.wake, self.reader.wake_for
         self.waits = Waits(self.broker)
         self.left_loops = LeftLoops()
         self._opening = asyncio.Lock()
@@ -111,20 +111,23 @@ class ClientCore:
             if self.journal is not None and self._owns_journal:
                 await asyncio.to_thread(self.journal.close)
 
-    async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
-        """Return once `ready()`, which is asked whenever something arrives. Raises WaitTimeout and WrongLoop."""
+    async def until(self, ready: Callable[[], bool], timeout: float | None, job_id: str | None = None) -> None:
+        """Return once `ready()`, which is asked whenever something arrives, or something of the job `job_id`.
+
+        Raises WaitTimeout and WrongLoop.
+        """
         self.reader.check_loop()
         if not self.reader.reading:
             await self.open()
         if not ready():
-            await self._wait(ready, timeout)
+            await self._wait(ready, timeout, job_id)
         self.reader.check_open()
 
-    async def _wait(self, ready: Callable[[], bool], timeout: float | None) -> None:
+    async def _wait(self, ready: Callable[[], bool], timeout: float | None, job_id: str | None) -> None:
         self.waits.begin()
         came = False
         try:
-            await self.reader.until(ready, timeout)
+            await self.reader.until(ready, timeout, job_id)
             came = True
         except WaitTimeout as late:
             raise WaitTimeout(late.told, await self.waits.told(timeout or 0.0)) from None
@@ -236,7 +239,7 @@ class ClientCore:
     async def ending(self, job: Handle, timeout: float | None = None) -> Group:
         """See RolloutClient.ending."""
         began = time.monotonic()
-        await self.until(lambda: self.inbox.is_over(job.job_id), timeout)
+        await self.until(lambda: self.inbox.is_over(job.job_id), timeout, job.job_id)
         if self.inbox.tracked(job.job_id) is None:
             raise nothing_left(job)
         replies = self.inbox.take_job(job.job_id)

@@ -1,7 +1,7 @@
 """What a client can be asked beyond submit and wait: loops, batches, sessions, streams, tasks."""
 
 from . import tasks
-from .batch import Prompt, as_jobs, generate, prompt_fields
+from .batch import Prompt, as_jobs, generate, prompt_fields, run
 from .last_workers import LastWorkers
 from .loops import Groups, Mapped, Results
 from .session import GIVEN, History, Session
@@ -22,6 +22,7 @@ __all__ = [
     "as_jobs",
     "generate",
     "prompt_fields",
+    "run",
     "similarity",
     "tasks",
 ]

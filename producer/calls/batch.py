@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,43 @@ async def generate(core: ClientCore, jobs: Sequence[GenerateJob], timeout: float
         core.hand_out(taken).give_back()
         await core.give_up([job.id for job in under_way] + [job.id for job in waiting if job.id in early])
         raise
+    core.hand_over(taken)
+    return groups
+
+
+async def run(
+    core: ClientCore,
+    jobs: Sequence[GenerateJob],
+    room_s: float,
+    before_ack: Callable[[list[Group]], Awaitable[None]] | None,
+) -> list[Group]:
+    """Run these jobs and nothing else: a group for each, in order. The call owns them from beginning to end.
+
+    room_s: seconds to wait for room in a full pool. before_ack(groups): awaited before the outcomes are acknowledged,
+    for code that first makes them durable. A call that is cancelled, or raises, cancels its jobs, and no other call is
+    told of them. Raises what `submit_many` raises, and RolloutMQError if one of the jobs belongs to another call.
+    """
+    taken: list[Reply] = []
+    groups: list[Group] = []
+    reserved: list[str] = []
+    try:
+        for job in jobs:
+            core.inbox.reserve(job.id)
+            reserved.append(job.id)
+        await core.submit_many(jobs, room_s)
+        for job in jobs:
+            await core.until(lambda job=job: core.inbox.is_over(job.id), None, job.id)  # type: ignore[misc]
+            replies = core.inbox.take_job(job.id)
+            taken += replies
+            groups.append(as_group(job.group, replies))
+        if before_ack is not None:
+            await before_ack(groups)
+    except BaseException:
+        core.hand_out(taken).give_back()
+        await core.give_up(reserved)
+        raise
+    for job_id in reserved:
+        core.inbox.release(job_id)
     core.hand_over(taken)
     return groups
 

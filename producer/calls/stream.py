@@ -16,7 +16,7 @@ from ...messages.broker import PIECES_COUNT
 from ...messages.errors import JobFailed, MessageError
 from ...messages.model import GenerateJob, JobFailure, Partial, RolloutResult, Segment, cut_segments, join_segments
 from ..core import ClientCore, nothing_left
-from ..inbox import Handle, News
+from ..inbox import Handle, HandOut, News
 
 log = logging.getLogger(__name__)
 
@@ -51,31 +51,33 @@ class Streams:
 
     def __init__(self, core: ClientCore) -> None:
         self._core = core
-        self._news = News(core.shards, core.client_id, core.reader.wake)
+        self._news = News(core.shards, core.client_id, core.reader.wake_for)
 
     async def close(self) -> None:
         """Stop listening; who still iterates gets a RolloutMQError when the client is closed."""
         await self._news.close()
 
-    async def of(self, job: GenerateJob | Handle, timeout: float | None) -> AsyncGenerator[Delta]:
-        """See RolloutClient.stream."""
+    async def of(
+        self, job: GenerateJob | Handle, timeout: float | None, hold: list[HandOut] | None = None
+    ) -> AsyncGenerator[Delta]:
+        """See RolloutClient.stream. hold: outcomes are put there instead of being acknowledged."""
         core = self._core
         await core.open()
         job_id = job.job_id if isinstance(job, Handle) else job.id
         with core.inbox.reserved(job_id), self._news.follow(job_id):  # others may take what the stream leaves
             if not isinstance(job, Handle):
                 job = await core.submit(job.model_copy(update={"stream": True}))
-            async for delta in self._deltas(job, timeout):
+            async for delta in self._deltas(job, timeout, hold):
                 yield delta
 
-    async def _deltas(self, job: Handle, timeout: float | None) -> AsyncGenerator[Delta]:
+    async def _deltas(self, job: Handle, timeout: float | None, hold: list[HandOut] | None) -> AsyncGenerator[Delta]:
         core, inbox, news, job_id = self._core, self._core.inbox, self._news, job.job_id
         watched = {sample: Watched(job_id, sample) for sample in range(job.n)}
         came = time.monotonic()
         while True:
             # What is left of the time since something came: News has us look every second even if there is nothing.
             left = None if timeout is None else max(0.0, came + timeout - time.monotonic())
-            await core.until(lambda: news.fresh(job_id) or job_id in inbox.stirred, left)
+            await core.until(lambda: news.fresh(job_id) or job_id in inbox.stirred, left, job_id)
             if (tracked := inbox.tracked(job_id)) is None:
                 raise nothing_left(job)
             if news.fresh(job_id):
@@ -86,14 +88,19 @@ class Streams:
             ended = tracked.ended
             while replies := inbox.take_job(job_id, 1):  # one by one: others may take what this loop does not reach
                 outcome = replies[0].outcome
-                if isinstance(outcome, JobFailure):
+                if isinstance(outcome, JobFailure) and hold is None:
                     core.hand_over(replies)
                     raise JobFailed(outcome)
                 out = core.hand_out(replies)
+                if hold is not None:
+                    hold.append(out)
+                if isinstance(outcome, JobFailure):
+                    raise JobFailed(outcome)
                 assert isinstance(outcome, RolloutResult)
                 if (one := watched.pop(outcome.sample, None)) is not None:
                     yield one.finish(outcome)
-                out.acknowledge()
+                if hold is None:
+                    out.acknowledge()
                 came = time.monotonic()
             if ended:
                 return

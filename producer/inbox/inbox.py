@@ -22,11 +22,13 @@ class Inbox:
     A reserved job belongs to one call: only `take_job` gives its outcomes. Other jobs are free: whoever asks first gets
     what comes of them. A task (an embedding, a score, a reward) is worth nothing without the call that waits for it: it
     is reserved from the beginning, and what comes of an earlier client's is dropped.
-    freed(): called when what a loop over free jobs waits for may have changed, other than by `put`.
+    freed(): called when what a loop over free jobs waits for may have changed, other than by `put`. moved(jobs): called
+    when something is here of them, or nothing more is to come.
     """
 
     def __init__(self) -> None:
         self.freed: Callable[[], None] = lambda: None
+        self.moved: Callable[[Iterable[str]], None] = lambda _: None
         self._jobs: dict[str, Tracked] = {}
         self._groups: dict[str, dict[str, None]] = {}
         self._open_in: dict[str, int] = {}  # group -> its jobs that have not ended
@@ -120,6 +122,7 @@ class Inbox:
         return replies
 
     def _stir(self, job_id: str) -> None:
+        self.moved((job_id,))
         if (aside := self._aside.get(job_id)) is None:
             return
         if aside or self.is_over(job_id):
@@ -198,7 +201,7 @@ class Inbox:
         if job_id in self._aside:
             self._aside[job_id].clear()
             self._reserved -= 1
-            self._stir(job_id)
+        self._stir(job_id)
         if not self.free or self._full_groups:
             self.freed()
 

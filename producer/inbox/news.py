@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -18,13 +18,15 @@ RETRY_S = 0.2
 
 
 class News:
-    """Reads the client's news while it streams something. changed(): called when something was heard.
+    """Reads the client's news while it streams something. changed(jobs): called with those that something was heard of.
 
     News expires, and a failover may lose some. So all streamed jobs count as new when something may have been missed,
     and when nothing was heard for a second.
     """
 
-    def __init__(self, shards: Sequence[tuple[Broker, Redis]], client_id: str, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, shards: Sequence[tuple[Broker, Redis]], client_id: str, changed: Callable[[Iterable[str]], None]
+    ) -> None:
         self._shards, self._client_id, self._changed = shards, client_id, changed
         self._followed: dict[str, bool] = {}  # job -> whether there is something new of it
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by shard
@@ -69,5 +71,4 @@ class News:
                 heard = followed if news.more or not news.jobs else followed & news.jobs
             for job_id in heard & self._followed.keys():
                 self._followed[job_id] = True
-            if heard:
-                self._changed()
+            self._changed(heard)

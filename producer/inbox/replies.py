@@ -37,6 +37,7 @@ class ReplyReader:
         self._client_id, self._inbox, self._pid = client_id, inbox, os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()  # set, and replaced, at every change
+        self._of_jobs: dict[str, asyncio.Event] = {}  # of those that somebody waits for alone
         self.waiting = 0
         """How many calls wait in `until`."""
         self._closed = False
@@ -69,6 +70,7 @@ class ReplyReader:
             return  # the connections are the parent's
         self._closed = True
         self.wake()
+        self.wake_for(list(self._of_jobs))
         first, *others = self.streams
         await first.close()  # it has what crosses to other threads, of all shards
         await asyncio.gather(*(stream.close() for stream in others))
@@ -88,12 +90,27 @@ class ReplyReader:
             raise WrongLoop(f"client {self._client_id}", self._loop.is_closed())
 
     def wake(self) -> None:
-        """Have whoever waits in `until` look again."""
+        """Have whoever waits in `until` for no job in particular look again, and everybody when the reading ended."""
         self._changed.set()
         self._changed = asyncio.Event()
+        if any(stream.broken is not None for stream in self.streams):
+            self.wake_for(list(self._of_jobs))
 
-    async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
-        """Return once `ready()`, asked whenever something arrives. Raises WaitTimeout, or RolloutMQError if closed."""
+    def wake_for(self, job_ids: Iterable[str]) -> None:
+        """Have whoever waits for one of these jobs look again."""
+        for job_id in job_ids:
+            if (waits := self._of_jobs.get(job_id)) is not None:
+                waits.set()
+
+    async def until(self, ready: Callable[[], bool], timeout: float | None, job_id: str | None = None) -> None:
+        """Return once `ready()`, asked whenever something arrives. Raises WaitTimeout, or RolloutMQError if closed.
+
+        job_id: ask only when something of this job arrives. Thousands of calls that wait for a job each do not wake
+        one another. Only one call may wait for a job in this way; others ask at every change.
+        """
+        own = asyncio.Event() if job_id is not None and job_id not in self._of_jobs else None
+        if job_id is not None and own is not None:
+            self._of_jobs[job_id] = own
         self.waiting += 1
         try:
             async with asyncio.timeout(timeout):
@@ -103,11 +120,17 @@ class ReplyReader:
                         return
                     if broken := next((stream.broken for stream in self.streams if stream.broken is not None), None):
                         raise RolloutMQError(f"the reader of client {self._client_id} stopped") from broken
-                    await self._changed.wait()
+                    if own is None:
+                        await self._changed.wait()
+                    else:
+                        own.clear()
+                        await own.wait()
         except TimeoutError:
             raise WaitTimeout(f"nothing arrived for client {self._client_id} within {timeout:g} s") from None
         finally:
             self.waiting -= 1
+            if job_id is not None and own is not None:
+                del self._of_jobs[job_id]
 
     async def ahead(self) -> set[str]:
         """Ids of the jobs that have outcomes on a stream which have not been read yet."""
