@@ -28,7 +28,8 @@ class WorkerStatus(Message):
     the KV cache of these tokens again.
     staleness: finished samples by how many versions their oldest token was behind the pool's newest when they ended.
     One count for each of STALENESS_BOUNDS, for at most so many, and one for more.
-    kv_tokens: size of its engine's KV cache, in tokens; 0 if the engine does not say.
+    kv_tokens: size of its engine's KV cache, in tokens; 0 if the engine does not say. context_length: most tokens of
+    prompt and output together; 0 from workers that do not say.
     features: optional features of jobs that its engine honours, see GenerateJob.unsupported.
     started_at: Unix seconds by the worker's clock. Only people read it, no decision depends on it.
     update_share: share of the last minute that updates of the weights cost, 0 to 1.
@@ -53,6 +54,7 @@ class WorkerStatus(Message):
     dp_size: StrictInt = Field(default=1, ge=1)
     ep_size: StrictInt = Field(default=1, ge=1)
     kv_tokens: StrictInt = Field(default=0, ge=0)
+    context_length: StrictInt = Field(default=0, ge=0)
     features: Items[Annotated[str, Field(max_length=64)]] = Field(default=(), max_length=128)
     max_running: StrictInt = Field(default=1, ge=1)
     running: StrictInt = Field(default=0, ge=0)

@@ -65,6 +65,7 @@ class StatusReport:
             dp_size=info.dp_size,
             ep_size=info.ep_size,
             kv_tokens=info.kv_tokens,
+            context_length=info.context_length,
             features=tuple(sorted(info.features)),
             max_running=self._max_running,
             running=generation.running,

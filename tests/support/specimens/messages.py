@@ -217,7 +217,15 @@ def specimens() -> dict[str, Message]:
             features=("seed", "stream"),
         ),
         "sized-status": WorkerStatus(
-            worker_id="w", host="h", pid=9, state="serving", version=3, pp_size=2, dp_size=4, kv_tokens=65536
+            worker_id="w",
+            host="h",
+            pid=9,
+            state="serving",
+            version=3,
+            pp_size=2,
+            dp_size=4,
+            kv_tokens=65536,
+            context_length=40960,
         ),
         "busy-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, tokens_per_s=1203.5),
         "stale-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, staleness=(5, 0, 1)),
