@@ -19,8 +19,8 @@ from ...messages.errors import FeatureUnavailable, InvalidField, RolloutMQError
 from ...messages.model import WorkerStatus
 from ...messages.redis import Keys, connect, default_url
 from ..client import RolloutClient
+from ..data import Texts
 from ..inbox import FeatureCheck
-from .texts import Texts
 from .versions import VersionNames
 
 KNOWN_S = 5.0

@@ -9,9 +9,9 @@ import numpy as np
 
 from ...messages.model import GenerateJob, RolloutResult
 from ..calls import Delta
+from ..data import Texts
 from ..openai import GrowingText, Tokens, version_spans
 from .requests import Wishes
-from .texts import Texts
 from .versions import VersionNames
 
 Samples = Sequence[RolloutResult | None]

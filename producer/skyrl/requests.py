@@ -12,8 +12,7 @@ from typing import Any, TypedDict
 from ...messages.dialects import job_fields
 from ...messages.errors import FeatureUnavailable, InvalidField
 from ...messages.model import GenerateJob, LogitProcessor, LogprobOptions, MediaKind, Medium, SamplingParams
-from ..data import from_openai, medium
-from .texts import Texts
+from ..data import Texts, from_openai, medium
 
 Conversation = list[dict[str, Any]]
 """Turns of `role` and `content`."""

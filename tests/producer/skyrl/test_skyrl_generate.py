@@ -15,10 +15,10 @@ from support.pools.skyrl import Numbers, check_output, engine, joined
 
 from rolloutmq.messages import Broker, GenerateJob, InvalidField, JobFailed, RolloutResult, Segment, WaitTimeout
 from rolloutmq.messages.errors import ConfigError, FeatureUnavailable, RolloutMQError
+from rolloutmq.producer.data import Texts
 from rolloutmq.producer.skyrl import SkyRLEngine
 from rolloutmq.producer.skyrl.outputs import output_of
 from rolloutmq.producer.skyrl.requests import Wishes, read_batch
-from rolloutmq.producer.skyrl.texts import Texts
 from rolloutmq.producer.skyrl.versions import VersionNames
 from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, EngineRequest
 from rolloutmq.worker.scripted.engine import ScriptedEngine

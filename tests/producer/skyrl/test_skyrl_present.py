@@ -16,10 +16,10 @@ from support.pools.skyrl_trainer import adapter, request
 
 from rolloutmq.messages import GenerateJob, InvalidField, LogprobOptions, RolloutResult, Segment
 from rolloutmq.messages.errors import FeatureUnavailable, RedisUnavailable, RolloutMQError
+from rolloutmq.producer.data import Texts
 from rolloutmq.producer.skyrl import SkyRLEngine, group_outputs_by_prompt
 from rolloutmq.producer.skyrl.outputs import output_of
 from rolloutmq.producer.skyrl.requests import Wishes, sampling_fields
-from rolloutmq.producer.skyrl.texts import Texts
 from rolloutmq.producer.skyrl.versions import VersionNames
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
