@@ -40,7 +40,8 @@ class ReplyReader:
         self._of_jobs: dict[str, asyncio.Event] = {}  # of those that somebody waits for alone
         self.waiting = 0
         """How many calls wait in `until`."""
-        self._closed = False
+        self.closed = False
+        """Whether `close` was called."""
         self.streams = [
             StreamReader(part, blocking, client_id, inbox, before_ack=before_ack, journal=journal, changed=self.wake)
             for part, blocking in shards
@@ -68,7 +69,7 @@ class ReplyReader:
         """Stop reading, wake whoever waits, acknowledge what was taken."""
         if os.getpid() != self._pid:
             return  # the connections are the parent's
-        self._closed = True
+        self.closed = True
         self.wake()
         self.wake_for(list(self._of_jobs))
         first, *others = self.streams
@@ -77,7 +78,7 @@ class ReplyReader:
 
     def check_open(self) -> None:
         """Raises RolloutMQError after `close`, WrongProcess in a forked child, ClientReplaced if another one reads."""
-        if self._closed:
+        if self.closed:
             raise RolloutMQError(f"client {self._client_id} is closed")
         if os.getpid() != self._pid:
             raise WrongProcess(f"client {self._client_id}", self._pid)
