@@ -158,6 +158,15 @@ class Keys:
     """The process that scales the pool"""
     starting = One("hash", "ttl")
     """`<host>-<pid>` of a worker that starts -> when it began and last said so; nothing -> ms of the last start"""
+    request = Each("hash", "ttl", "tenant/request")
+    """A request with a key: digest of its body, the gateway's client that runs it, what its job ids come from, its
+    prompts; then its answer"""
+    answered = One("zset")
+    """`<tenant>/<request> <bytes>` of each answer that is kept -> when it is forgotten"""
+    gateways = One("hash")
+    """Client id of a gateway -> the gateway that inherits from it; nothing while it lives, `-` if whoever comes may"""
+    gateway = Each("string", "ttl", "gateway")
+    """It lives"""
     mark = One("string", "ttl")
     """Written before WAIT"""
     aside = Each("", "ttl", "name")

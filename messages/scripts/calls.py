@@ -157,6 +157,23 @@ def take_command(command_id: str, worker: str, token: str) -> None: ...
 def answer_command(command_id: str, worker: str, reply: bytes, keep_s: int, most: int) -> None: ...
 
 
+# gateways
+
+
+@_call
+def begin_request(
+    request: str, digest: bytes, owner: str, seed: str, prompts: bytes, most_bytes: int, lasts_ms: int
+) -> None: ...
+@_call
+def finish_request(request: str, seed: str, answer: bytes, keep_ms: int) -> None: ...
+@_call
+def beat_gateway(gateway: str, alive_ms: int, joins: str, *clients: str) -> None: ...
+@_call
+def inherit_gateway(client: str, heir: str) -> None: ...
+@_call
+def leave_gateway(client: str, heir: str, to: str) -> None: ...
+
+
 # audit
 
 

@@ -93,6 +93,22 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     assert (load.open_jobs, load.open_bytes) == (0, 0)
 
 
+async def gateways(scripts: Scripts) -> None:
+    """Two gateways, of which one dies, and its request."""
+    begin = calls.begin_request("t/r", b"digest", "t/gw1", "0" * 32, b"", 1 << 20, 60_000)
+    assert await scripts.run(calls.beat_gateway("gw1", 60_000, "t/gw1", "t/gw1")) == b"alive"
+    assert await scripts.run(calls.beat_gateway("gw2", 60_000, "t/gw2", "t/gw2")) == b"alive"
+    assert (await scripts.run(begin))[0] == b"new"
+    assert await scripts.run(calls.inherit_gateway("t/gw1", "gw2")) == b"no"
+    await scripts.run(calls.leave_gateway("t/gw1", "", "-"))
+    assert await scripts.run(calls.inherit_gateway("t/gw1", "gw2")) == b"ok"
+    assert await scripts.run(calls.beat_gateway("gw1", 60_000, "", "t/gw1")) == b"inherited"
+    assert await scripts.run(calls.finish_request("t/r", "0" * 32, b"answer", 60_000)) == b"kept"
+    await scripts.run(calls.leave_gateway("t/gw1", "gw2", ""))
+    await scripts.run(calls.leave_gateway("t/gw2", "", ""))
+    await scripts.run(calls.finish_request("t/r", "0" * 32, b"", 0))
+
+
 async def test_sent_twice_is_done_once(
     broker: Broker, db: Redis, joined: Any, expire_lease: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +131,7 @@ async def test_sent_twice_is_done_once(
 
     monkeypatch.setattr(Scripts, "run", twice)
     await lifecycle(broker, joined, expire_lease)
+    await gateways(broker._scripts)
     assert seen == ALL
 
 

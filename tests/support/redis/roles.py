@@ -13,6 +13,10 @@ DOCS = Path(__file__).parents[3] / "docs" / "redis.md"
 LINES = dict(re.findall(r"^ACL SETUSER rolloutmq-(\w+) (.*)$", DOCS.read_text(), re.MULTILINE))
 ROLES = {
     "producer": ("enqueue", "cancel", "cancel_client", "stop", "ack", "overdue"),
+    "gateway": (
+        "enqueue", "cancel", "cancel_client", "stop", "ack", "overdue", "begin_request", "finish_request",
+        "beat_gateway", "inherit_gateway", "leave_gateway",
+    ),
     "worker": (
         "claim", "complete", "checkpoint", "heartbeat", "release", "dead", "expire", "reap", "leave", "report",
         "take_command", "answer_command", "cancel", "learn",

@@ -1,0 +1,201 @@
+"""Gateways of one pool: each tells that it lives, and inherits from those that died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+
+from redis.exceptions import RedisError
+
+from ...messages.errors import ClientReplaced, MessageError, RolloutMQError
+from ...messages.ids import age_s, check_client_id
+from ...messages.model import JobFailure, RolloutResult
+from ...messages.redis import text
+from ...messages.scripts import calls
+from ...producer import Group, RolloutClient
+from .answers import Answer, learn
+from .requests import Request, RequestLost, Requests
+
+log = logging.getLogger(__name__)
+Record = Callable[[Request, list[list[RolloutResult]]], Awaitable[None]]
+"""Gets the results of a request before it is finished, of each of its jobs by sample; perhaps more than once."""
+ANYBODY = "-"
+"""Stands for the heir of a client that a gateway has left to whoever comes."""
+REMEMBERED_S = 3000.0
+
+
+class Gateways:
+    """One gateway among those of its pool. It has a client id for each of its tenants: <tenant>/<name>.
+
+    If this gateway was silent for so long that others took it for dead, it has been inherited: what it still gets under
+    its old name it can neither acknowledge, nor finish once that is begun anew. It takes a new name then.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        requests: Requests,
+        *,
+        record: Record,
+        renamed: Callable[[list[str]], Awaitable[None]],
+        beat_s: float = 3.0,
+        alive_s: float = 15.0,
+    ) -> None:
+        """redis_url: of the pool of `requests`. record: see Record; if it raises a RolloutMQError, that is the answer.
+        renamed(old): called after this gateway has taken a new name, with the ids of the clients to be closed.
+        beat_s: how often it says that it lives. alive_s: how long others believe it.
+        """
+        self._url, self._requests, self._redis = redis_url, requests, requests.redis
+        self._record, self._renamed, self._beat_s, self._alive_s = record, renamed, beat_s, alive_s
+        self._keys, self._scripts = requests.keys, requests.scripts
+        self.name, self._clients = _new_name(), list[str]()
+        self._silent: dict[str, float] = {}  # clients of gateways that seem dead -> since when, by time.monotonic()
+        self._heirs: dict[str, asyncio.Task[None]] = {}
+        self._beating = asyncio.Lock()  # a beat that does not know of a client yet would not come after it joined
+
+    async def join(self, tenant: str) -> str:
+        """The id for this gateway's client of a tenant; to be called before the client is opened."""
+        async with self._beating:
+            while (client := f"{tenant}/{self.name}") not in self._clients:
+                check_client_id("client_id", client)
+                await self._beat(client)
+        return client
+
+    async def leave(self) -> None:
+        """Nothing more comes from this gateway. What its clients have not finished is for others, at once."""
+        for task in self._heirs.values():
+            task.cancel()
+        await asyncio.gather(*self._heirs.values(), return_exceptions=True)
+        for client, heir in (*((it, "") for it in self._clients), *((it, self.name) for it in self._heirs)):
+            await self._scripts.run(calls.leave_gateway(client, heir, ANYBODY))
+        await self._redis.delete(self._keys.gateway(self.name))
+
+    async def run(self) -> None:
+        """Say that this gateway lives, and look for dead ones, until this is cancelled."""
+        while True:
+            try:
+                async with self._beating:
+                    await self._beat()
+                await self._look()
+                await self._requests.refresh()
+            except (RedisError, OSError) as error:
+                log.warning("gateway %s cannot say that it lives: %s", self.name, error)
+            await asyncio.sleep(self._beat_s)
+
+    async def _beat(self, joins: str = "") -> None:
+        clients = [*self._clients, *([joins] if joins else [])]
+        beat = calls.beat_gateway(self.name, int(self._alive_s * 1000), joins, *clients)
+        if text(await self._scripts.run(beat)) != "inherited":
+            self._clients = clients
+            return
+        log.warning("gateway %s was silent for so long that others inherited from it: it takes a new name", self.name)
+        for task in self._heirs.values():
+            task.cancel()
+        old, self._clients, self.name = self._clients, [], _new_name()
+        await self._renamed(old)
+
+    async def _look(self) -> None:
+        """Inherit from the clients of dead gateways.
+
+        One is dead if it was silent at two looks, some beats apart: when Redis' clock steps forward, all are silent
+        until they beat again.
+        """
+        self._heirs = {client: task for client, task in self._heirs.items() if not task.done()}
+        found = {text(client): text(heir) for client, heir in (await self._redis.hgetall(self._keys.gateways)).items()}
+        keepers = {client: heir or client.rpartition("/")[2] for client, heir in found.items()}
+        dead = {it for it in {*keepers.values()} if not await self._redis.exists(self._keys.gateway(it))}
+        now, silent = time.monotonic(), dict[str, float]()
+        for client, keeper in keepers.items():
+            if client in self._heirs or client in self._clients or (keeper not in dead and keeper != self.name):
+                continue
+            silent[client] = self._silent.get(client, now)
+            sure = keeper in {ANYBODY, self.name} or now - silent[client] >= 2 * self._beat_s
+            if sure and text(await self._scripts.run(calls.inherit_gateway(client, self.name))) == "ok":
+                self._heirs[client] = asyncio.create_task(self._inherit(client, self.name))
+        self._silent = silent
+
+    async def _inherit(self, dead: str, name: str) -> None:
+        """Finish what a dead gateway's client has left, and cancel what nobody can ask for."""
+        log.warning("gateway %s inherits from %s", name, dead)
+        try:
+            async with RolloutClient(self._url, self._keys.pool, client_id=dead) as client:
+                await self._cancel(client)
+                async for group in client.groups():
+                    await self._settle(dead, group)
+            await self._scripts.run(calls.leave_gateway(dead, name, ""))
+        except ClientReplaced:
+            log.info("another gateway inherits from %s: this one was silent", dead)
+        except (RedisError, OSError, RolloutMQError) as error:
+            log.warning("gateway %s cannot inherit from %s yet: %s", name, dead, error)
+        except Exception:
+            log.exception("gateway %s cannot inherit from %s", name, dead)
+
+    async def _cancel(self, client: RolloutClient) -> None:
+        """Cancel the open jobs that belong to no request with a key, or to one whose other jobs were never accepted."""
+        groups = defaultdict[str, list[str]](list)
+        for job_id, group in (await client.broker.open_jobs(client.client_id)).items():
+            groups[group].append(job_id)
+        for group, jobs in groups.items():
+            request = await self._request(client.client_id, group)
+            if request is None or await self._is_cut(client, request):
+                await client.cancel(jobs)
+            else:
+                self._requests.adopt(request)
+
+    async def _is_cut(self, client: RolloutClient, request: Request) -> bool:
+        """Whether some of a request's jobs were never accepted. The pool remembers jobs for an hour after their end."""
+        states = await client.broker.states(request.job_ids)
+        return "" in states.values() and (age_s(request.seed, time.time()) or REMEMBERED_S) < REMEMBERED_S
+
+    async def _settle(self, dead: str, group: Group) -> None:
+        request = await self._request(dead, group.group_id)
+        answer = None if request is None else _answer(request, group)
+        if request is None or answer is None:
+            return
+        try:
+            if isinstance(answer, list):
+                answer = await self._recorded(request, answer)
+            await self._requests.finish(request, answer)
+        except RequestLost:
+            log.info("request %s was forgotten before it was finished", request.id)
+
+    async def _recorded(self, request: Request, results: list[list[RolloutResult]]) -> Answer:
+        """The results, once they are recorded; or why they are refused."""
+        try:
+            await self._record(request, results)
+        except RolloutMQError as refused:
+            if isinstance(refused, RedisError):
+                raise
+            return JobFailure(job_id=request.job_ids[0], outcome="dead", cause=str(refused))
+        return [[*job] for job in results]
+
+    async def _request(self, dead: str, group: str) -> Request | None:
+        """The request with a key that this group of jobs belongs to, if it is this client's to finish."""
+        try:
+            request = await self._requests.look(dead.partition("/")[0], group)
+        except MessageError as error:
+            log.warning("request %s: its answer cannot be read: %s", group, error)
+            return None
+        return request if request is not None and request.state == "running" and request.owner == dead else None
+
+
+def _answer(request: Request, group: Group) -> list[list[RolloutResult]] | JobFailure | None:
+    """What came of a request; None if that is not all of it."""
+    jobs: dict[str, list[RolloutResult]] = {job_id: [] for job_id in request.job_ids}
+    if {it.job_id for it in (*group.results, *group.failures)} != jobs.keys():
+        return None
+    if group.failures:
+        return group.failures[0]
+    for result in group.results:
+        jobs[result.job_id].append(result)
+    for results, prompt in zip(jobs.values(), request.prompts, strict=True):
+        learn(results, prompt)
+    return list(jobs.values()) if all(len(its) == its[0].n for its in jobs.values()) else None
+
+
+def _new_name() -> str:
+    return f"gw-{secrets.token_hex(8)}"

@@ -1,0 +1,208 @@
+"""Requests with a key: each gets one answer, however often and through whichever gateway it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from redis.exceptions import ResponseError
+
+from ...messages.errors import InvalidField, MessageError, PoolBusy, RolloutMQError
+from ...messages.ids import derived_id, is_id, new_id
+from ...messages.model import JobFailure, TokenIds
+from ...messages.redis import Keys, PoolRedis, is_wrong_type, name_once, text
+from ...messages.scripts import Scripts, calls
+from .answers import MAX_JOBS, Answer, pack, pack_prompts, unpack, unpack_prompts
+
+log = logging.getLogger(__name__)
+RUNS_S = 86400.0
+"""A request is forgotten so long after its gateway has last said that it runs."""
+ANSWERS_BYTES = 1 << 30
+State = Literal["new", "running", "done"]
+FIRST_PAUSE_S, PAUSE_S = 0.01, 0.5
+
+
+class KeyReused(InvalidField):
+    """A key belongs to a request with another body."""
+
+
+class RequestLost(RolloutMQError):
+    """A request is not known any more: it was forgotten, or its gateway died before all of its jobs were accepted.
+
+    Whoever has its body may begin it again.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request with a key, as it was found.
+
+    state: "new": the caller is to run it; "running": a gateway does; "done": `answer` is there.
+    id: 32 hex digits, from its key. owner: the client of the gateway that runs it. seed: tells it from an earlier or
+    later one under the same key. prompts: of each of its jobs, (p,) int32, or None where the worker makes the tokens.
+    """
+
+    tenant: str
+    id: str
+    state: State
+    owner: str
+    seed: str
+    prompts: tuple[TokenIds | None, ...] = (None,)
+    answer: Answer | None = None
+
+    @property
+    def job_ids(self) -> list[str]:
+        """The ids that its jobs have, whoever submits them."""
+        seeds = (hashlib.sha256(f"{self.seed}:{place}".encode()).digest() for place in range(len(self.prompts)))
+        return [derived_id(int(self.seed[:12], 16), seed) for seed in seeds]
+
+    @property
+    def _place(self) -> str:
+        return f"{self.tenant}/{self.id}"
+
+
+class Requests:
+    """The requests with keys of one pool. Their records are in the home shard.
+
+    A gateway begins a request. If it is new, the gateway submits its jobs under `job_ids`, with `id` as their group. It
+    finishes the request before it acknowledges their results (`before_ack`), and answers with what `finish` returns. So
+    whoever inherits from it finds what it has not finished. It drops a request that gets no jobs.
+    """
+
+    def __init__(
+        self, redis: PoolRedis, pool: str, *, remember_s: float = 600.0, most_bytes: int = ANSWERS_BYTES
+    ) -> None:
+        """remember_s: how long an answer is kept. most_bytes: of all kept answers, with which no request begins."""
+        self.redis: Any = redis
+        self.keys = Keys(pool)
+        self.scripts = Scripts(redis, self.keys)
+        self._remember_s, self._most_bytes = remember_s, most_bytes
+        self._running: dict[str, float] = {}  # -> when its record was last kept from ending, by time.monotonic()
+
+    async def begin(
+        self,
+        tenant: str,
+        key: str,
+        digest: bytes,
+        owner: str,
+        *,
+        prompts: Sequence[TokenIds | None] = (None,),
+        only_new: bool = False,
+    ) -> Request:
+        """Begin the request with this key, or find it.
+
+        digest: of its body. owner: the caller's client id. prompts: of each of its jobs, see Request; the heir of a
+        gateway has no other place to learn them from. only_new: if the key is taken, take another one that nobody
+        knows. Raises KeyReused, PoolBusy if too many answers are kept, and MessageError for an answer that cannot be
+        read.
+        """
+        if not 0 < len(prompts) <= MAX_JOBS:
+            raise InvalidField("prompts", len(prompts), f"1 to {MAX_JOBS} jobs of a request")
+        name, seed = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:32], new_id()
+        where, packed = f"{tenant}/{name}", pack_prompts(prompts)
+        begin = calls.begin_request(where, digest, owner, seed, packed, self._most_bytes, int(RUNS_S * 1000))
+        found = await self.scripts.run(begin)
+        state = text(found[0])
+        if state == "full":
+            kept = f"answers that are kept hold {found[1]} bytes, at most {self._most_bytes}"
+            raise PoolBusy(f"pool {self.keys.pool}: {kept}: later there is room again", [], "answers")
+        if only_new and state != "new":
+            return await self.begin(tenant, secrets.token_hex(16), digest, owner, prompts=prompts)
+        if state == "other":
+            raise KeyReused("key", key, "the key of one request: a request with another body needs another key")
+        answer = unpack(found[3]) if state == "done" else None
+        request = Request(tenant, name, cast("State", state), text(found[2]), text(found[1]), tuple(prompts), answer)
+        if state == "new":
+            self.adopt(request)
+        return request
+
+    def adopt(self, request: Request) -> None:
+        """This gateway runs the request from now on: see `refresh`."""
+        self._running[request._place] = time.monotonic()
+
+    async def refresh(self) -> None:
+        """Keep the records of what runs here; to be called from time to time."""
+        now = time.monotonic()
+        for place in [it for it, since in self._running.items() if now - since > RUNS_S / 4]:
+            self._running[place] = now
+            if not await self.redis.expire(self.keys.request(place), int(RUNS_S)):
+                self._running.pop(place, None)
+
+    async def finish(self, request: Request, answer: Answer) -> Answer:
+        """Keep the answer, and return the one that counts: the first. Raises RequestLost."""
+        try:
+            packed = pack(answer, request.prompts)
+        except InvalidField as refused:  # it is for the caller alone
+            log.warning("request %s: its answer is not kept: %s", request.id, refused)
+            cause = "its answer was too large to be kept for a repeat"
+            packed = pack(JobFailure(job_id=request.job_ids[0], outcome="dead", cause=cause, error=str(refused)))
+        state = await self._finish(request, packed, max(1, int(self._remember_s * 1000)))
+        if state == "done":
+            found = await self.look(request.tenant, request.id)
+            state = "lost" if found is None or found.answer is None or found.seed != request.seed else state
+            answer = answer if found is None or found.answer is None else found.answer
+        if state == "lost":
+            raise _lost(request)
+        return answer
+
+    async def drop(self, request: Request) -> None:
+        """Forget the request, and its answer: nobody will ask for it, or it never got jobs."""
+        await self._finish(request, b"", 0)
+
+    async def _finish(self, request: Request, packed: bytes, keep_ms: int) -> str:
+        self._running.pop(request._place, None)
+        return text(await self.scripts.run(calls.finish_request(request._place, request.seed, packed, keep_ms)))
+
+    async def look(self, tenant: str, id: str) -> Request | None:
+        """The request as it is now; None if nobody knows it. Raises MessageError for an answer that cannot be read."""
+        if not is_id(id):
+            return None
+        owner, seed, answer, prompts = await self._read(f"{tenant}/{id}", "owner", "seed", "answer", "prompts")
+        if not is_id(text(seed)):
+            return None
+        if answer is not None:
+            return Request(tenant, id, "done", text(owner), text(seed), (), unpack(answer))
+        try:
+            return Request(tenant, id, "running", text(owner), text(seed), unpack_prompts(prompts or b""))
+        except MessageError as error:
+            name_once(f"request {tenant}/{id}: {error}")
+            return None
+
+    async def wait(self, request: Request, timeout: float) -> Answer | None:
+        """The answer, once it is there; None after `timeout` seconds. Raises RequestLost, and what `look` raises."""
+        deadline, pause = time.monotonic() + timeout, FIRST_PAUSE_S
+        while True:
+            # Asked first: an heir finishes a request before it takes the owner's name away.
+            owned = await self.redis.hexists(self.keys.gateways, request.owner)
+            seed, answer = await self._read(request._place, "seed", "answer")
+            if text(seed) != request.seed or (answer is None and not owned):
+                raise _lost(request)
+            if answer is not None:
+                return unpack(answer)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            await asyncio.sleep(min(pause, left))
+            pause = min(PAUSE_S, 1.5 * pause)
+
+    async def _read(self, place: str, *names: str) -> list[bytes | None]:
+        try:
+            found: list[bytes | None] = await self.redis.hmget(self.keys.request(place), names)
+            return found
+        except ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            return [None] * len(names)
+
+
+def _lost(request: Request) -> RequestLost:
+    return RequestLost(
+        f"request {request.id} is not known any more: it was forgotten, or its gateway died before its jobs were "
+        "accepted. Send it again"
+    )
