@@ -19,14 +19,15 @@ from .calls import Arg, Call
 from .source import script_source
 
 WAITS = frozenset(
-    {"enqueue", "complete", "close", "cancel", "cancel_client", "stop", "release", "dead", "expire", "reserve"}
+    {"record_turn", "take_session", "forget_session"}
+    | {"enqueue", "complete", "close", "cancel", "cancel_client", "stop", "release", "dead", "expire", "reserve"}
 )
 """Writes whose answer is a promise. With `min_replicas` these scripts return once that many replicas have them, with
 `durable=disk` once they are on the server's disk. Losing another write costs work, and is found out by itself: a claim,
 a heartbeat, a checkpoint, an acknowledgement (the outcome comes again), an announcement (its `close` counts), the end
 of a job that is overdue or has lost its last worker (it ends again in the same way)."""
 
-GROWS = frozenset({"enqueue", "checkpoint", "announce"})
+GROWS = frozenset({"enqueue", "checkpoint", "announce", "record_turn"})
 """Scripts that a Redis at its memory limit refuses. All others go on, because they are about work that it has accepted:
 else no lease could be renewed, no result published, and no memory freed."""
 

@@ -9,8 +9,10 @@ import pytest
 from redis.asyncio import Redis
 from support.pools.pool import dump, replies, status
 from support.specimens.messages import job, result
+from support.specimens.turns import turn
 
 from rolloutmq.messages import Broker, Finished, Lease, Partial, Piece, Release, Segment, WeightAnnouncement
+from rolloutmq.messages.broker import RecordedSessions
 from rolloutmq.messages.broker.command_channel import CommandBox, CommandSender
 from rolloutmq.messages.broker.dead_letters import DeadLetters
 from rolloutmq.messages.model.commands import CommandReply
@@ -81,6 +83,12 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     await broker._scripts.run(calls.learn(2, ("a", 1)))  # as a shard that is not the home
     again = [await broker._scripts.run(calls.begin_again(version)) for version in (1, 2)]
     assert (again, await ledger.newest()) == ([2, 0], {"": 3, "a": 1})
+
+    sessions = RecordedSessions(broker)
+    for number in range(2):
+        await sessions.record("default", "s", f"k{number}", turn([1, 2], [3]))
+    assert len(await sessions.take("default", "s")) == 2
+    assert await sessions.forget("default", "s")
 
     await (letters := DeadLetters(broker)).drop(str(await letters.newest_id()))
     outcomes = await replies(broker)

@@ -12,7 +12,10 @@ from rolloutmq.ops.redis.embedded import EmbeddedRedis
 DOCS = Path(__file__).parents[3] / "docs" / "redis.md"
 LINES = dict(re.findall(r"^ACL SETUSER rolloutmq-(\w+) (.*)$", DOCS.read_text(), re.MULTILINE))
 ROLES = {
-    "producer": ("enqueue", "cancel", "cancel_client", "stop", "ack", "overdue"),
+    "producer": (
+        "enqueue", "cancel", "cancel_client", "stop", "ack", "overdue", "record_turn", "recent_turns", "take_session",
+        "forget_session",
+    ),
     "worker": (
         "claim", "complete", "checkpoint", "heartbeat", "release", "dead", "expire", "reap", "leave", "report",
         "take_command", "answer_command", "cancel", "learn",
