@@ -31,6 +31,14 @@ LASTING = {"load", "bell", "weights", "holders", "transfers", "dead", "letters",
 dead letters, clock."""
 
 
+async def recorded(sessions: RecordedSessions) -> None:
+    """A session is recorded, taken and forgotten."""
+    for number in range(2):
+        await sessions.record("default", "s", f"k{number}", turn([1, 2], [3]))
+    assert len(await sessions.take("default", "s")) == 2
+    assert await sessions.forget("default", "s")
+
+
 async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease], Awaitable[None]]) -> None:
     """Every script, every way a job can end, a transfer that commits and one that fails; everybody leaves."""
     jobs = [job(n=2, deadline_s=60.0) for _ in range(6)]
@@ -64,8 +72,10 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     await worker.complete([Finished(crashed.id, 3, i, result(crashed, i, 3)) for i in range(2)])
 
     ledger = Ledger(broker.redis, "default")
-    served, failed = TransferReport(True, "done", holder="h:2"), TransferReport(False, "verify", "no")
-    for version, report in ((1, served), (2, failed)):
+    for version, report in (
+        (1, TransferReport(True, "done", holder="h:2")),
+        (2, TransferReport(False, "verify", "no")),
+    ):
         announcement = WeightAnnouncement(
             version=version,
             epoch=await ledger.new_epoch(),
@@ -84,12 +94,7 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     again = [await broker._scripts.run(calls.begin_again(version)) for version in (1, 2)]
     assert (again, await ledger.newest()) == ([2, 0], {"": 3, "a": 1})
 
-    sessions = RecordedSessions(broker)
-    for number in range(2):
-        await sessions.record("default", "s", f"k{number}", turn([1, 2], [3]))
-    assert len(await sessions.take("default", "s")) == 2
-    assert await sessions.forget("default", "s")
-
+    await recorded(RecordedSessions(broker))
     await (letters := DeadLetters(broker)).drop(str(await letters.newest_id()))
     outcomes = await replies(broker)
     assert len(outcomes) == 4 + 4
