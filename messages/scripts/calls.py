@@ -146,6 +146,32 @@ def learn(committed: int, *adapters: tuple[str, int]) -> None: ...
 def begin_again(version: int) -> None: ...
 
 
+# recorded sessions
+
+
+@_call
+def record_turn(
+    session: str,
+    turn_key: str,
+    frame: bytes,
+    ends: str,
+    begins: str,
+    begins_ends: str,
+    tokens: int,
+    idle_ms: int,
+    max_turns: int,
+    max_tokens: int,
+    max_bytes: int,
+    max_pool: int,
+) -> None: ...
+@_call
+def recent_turns(session: str, most: int) -> None: ...
+@_call
+def take_session(session: str, start: int, idle_ms: int) -> None: ...
+@_call
+def forget_session(session: str) -> None: ...
+
+
 # commands
 
 
