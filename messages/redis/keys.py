@@ -158,6 +158,10 @@ class Keys:
     """The process that scales the pool"""
     starting = One("hash", "ttl")
     """`<host>-<pid>` of a worker that starts -> when it began and last said so; nothing -> ms of the last start"""
+    spent = Each("hash", "ttl", "tenant")
+    """What a gateway's tenant owes to its rates (`requests`, `tokens`; as of `at`), and the tokens of a day"""
+    admitted = Each("zset", "ttl", "tenant")
+    """Its requests that run -> until when they count as running"""
     mark = One("string", "ttl")
     """Written before WAIT"""
     aside = Each("", "ttl", "name")

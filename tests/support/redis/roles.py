@@ -11,8 +11,11 @@ from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 DOCS = Path(__file__).parents[3] / "docs" / "redis.md"
 LINES = dict(re.findall(r"^ACL SETUSER rolloutmq-(\w+) (.*)$", DOCS.read_text(), re.MULTILINE))
+_MORE = re.findall(r"^\| a gateway.* \| `(.*)` \|$", DOCS.read_text(), re.MULTILINE)
+LINES["gateway"] = " ".join((LINES["producer"], *_MORE))
 ROLES = {
     "producer": ("enqueue", "cancel", "cancel_client", "stop", "ack", "overdue"),
+    "gateway": ("enqueue", "cancel", "cancel_client", "stop", "ack", "overdue", "admit", "settle"),
     "worker": (
         "claim", "complete", "checkpoint", "heartbeat", "release", "dead", "expire", "reap", "leave", "report",
         "take_command", "answer_command", "cancel", "learn",
