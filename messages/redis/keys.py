@@ -171,6 +171,10 @@ class Keys:
     """Client id of a gateway -> the gateway that inherits from it; nothing while it lives, `-` if whoever comes may"""
     gateway = Each("string", "ttl", "gateway")
     """It lives"""
+    spent = Each("hash", "ttl", "tenant")
+    """What a gateway's tenant owes to its rates (`requests`, `tokens`; as of `at`), and the tokens of a day"""
+    admitted = Each("zset", "ttl", "tenant")
+    """Its requests that run -> until when they count as running"""
     mark = One("string", "ttl")
     """Written before WAIT"""
     aside = Each("", "ttl", "name")

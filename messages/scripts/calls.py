@@ -110,6 +110,24 @@ def drop_letter(letter: str) -> None: ...
 def dead_page(newest_first: int, begin: str, end: str, most: int, head_bytes: int) -> None: ...
 
 
+# tenants
+
+
+@_call
+def admit(
+    tenant: str,
+    request: str,
+    tokens: int,
+    requests_per_minute: int,
+    tokens_per_minute: int,
+    tokens_per_day: int,
+    max_running: int,
+    lease_ms: int,
+) -> None: ...
+@_call
+def settle(tenant: str, lease_ms: int, *requests: tuple[str, int | str, int]) -> None: ...
+
+
 # workers
 
 

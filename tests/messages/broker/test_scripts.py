@@ -37,6 +37,12 @@ async def recorded(sessions: RecordedSessions) -> None:
         await sessions.record("default", "s", f"k{number}", turn([1, 2], [3]))
     assert len(await sessions.take("default", "s")) == 2
     assert await sessions.forget("default", "s")
+async def tenants(scripts: Scripts) -> None:
+    """A request of a gateway's tenant, admitted, kept and settled."""
+    *told, day = await scripts.run(calls.admit("tenant", "request", 5, 1, 5, 5, 1, 60_000))
+    assert told == [b"ok", 0, 0, 0]
+    for back in ("", 3):
+        await scripts.run(calls.settle("tenant", 60_000, ("request", back, day)))
 
 
 async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease], Awaitable[None]]) -> None:
@@ -91,18 +97,18 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     assert [await ledger.reserve(number, "a folder") for number in (2, 3)] + [await ledger.committed()] == [2, 0, 1]
     assert await ledger.holders(1) == (VersionHolder(1, "h:1", "t"), [VersionHolder(1, "h:2", "t")])
     await broker._scripts.run(calls.learn(2, ("a", 1)))  # as a shard that is not the home
-    again = [await broker._scripts.run(calls.begin_again(version)) for version in (1, 2)]
-    assert (again, await ledger.newest()) == ([2, 0], {"": 3, "a": 1})
+    assert [await broker._scripts.run(calls.begin_again(version)) for version in (1, 2)] == [2, 0]
+    assert await ledger.newest() == {"": 3, "a": 1}
 
     await recorded(RecordedSessions(broker))
+    await tenants(broker._scripts)
     await (letters := DeadLetters(broker)).drop(str(await letters.newest_id()))
     outcomes = await replies(broker)
-    assert len(outcomes) == 4 + 4
     await broker.ack("client", outcomes)
     await worker.reap(3)
     assert await worker.leave() == 0
     load = await broker.load()
-    assert (load.accepted, load.done, load.cancelled, load.expired, load.dead) == (6, 2, 2, 1, 1)
+    assert (len(outcomes), load.accepted, load.done, load.cancelled, load.expired, load.dead) == (8, 6, 2, 2, 1, 1)
     assert (load.open_jobs, load.open_bytes) == (0, 0)
 
 

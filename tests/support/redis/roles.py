@@ -15,7 +15,8 @@ ROLES = {
     "producer": ("enqueue", "cancel", "cancel_client", "stop", "ack", "overdue", "take_session", "forget_session"),
     "gateway": (
         "enqueue", "cancel", "cancel_client", "stop", "ack", "overdue", "begin_request", "finish_request",
-        "beat_gateway", "inherit_gateway", "leave_gateway", "record_turn", "recent_turns",
+        "beat_gateway", "inherit_gateway", "leave_gateway", "record_turn", "recent_turns", "admit",
+        "settle",
     ),
     "worker": (
         "claim", "complete", "checkpoint", "heartbeat", "release", "dead", "expire", "reap", "leave", "report",
