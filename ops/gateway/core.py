@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...messages.errors import JobFailed
 from ...messages.model import GenerateJob, RolloutResult
@@ -148,7 +149,7 @@ class Stream:
 
     async def _of(self, handle: Handle) -> Group:
         results: list[RolloutResult] = []
-        failures = []
+        failures: list[Any] = []
         try:
             async for delta in self._member.streams.of(handle, None, self._held):
                 if delta.result is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import PurePath
+from typing import NamedTuple
 
 from redis.exceptions import RedisError
 
@@ -18,8 +19,22 @@ ANSWER_S = 5.0
 """A reading that takes longer counts as none: Redis is away."""
 
 
+class Model(NamedTuple):
+    """name: for clients. path: as the workers call it. context: tokens of prompt and answer. "" and 0 while no worker
+    has said them."""
+
+    name: str
+    path: str
+    context: int
+
+    @property
+    def names(self) -> set[str]:
+        """What a request may call it."""
+        return {self.name, self.path, PurePath(self.path).name} - {""}
+
+
 class PoolFacts:
-    """The pool's workers, model, adapters and versions. name: what clients call the model; "" for the workers' own name."""
+    """The pool's workers, model, adapters and versions. name: of the model for clients; "" for the workers' own."""
 
     def __init__(self, broker: Broker, name: str = "") -> None:
         self._broker, self._name = broker, name
@@ -38,17 +53,11 @@ class PoolFacts:
                 self._at = time.monotonic()
             return self._reading
 
-    async def model(self) -> tuple[str, int]:
-        """The model's name and its context in tokens; "" and 0 as long as no worker has said them."""
+    async def model(self) -> Model:
+        """What the pool's workers serve."""
         found = (await self.read()).workers
-        name = self._name or next((it.model for it in found if it.model), "")
-        return name, max((it.context_length for it in found), default=0)
-
-    async def names(self) -> set[str]:
-        """What a request may call the model."""
-        name, _ = await self.model()
-        own = next((it.model for it in (await self.read()).workers if it.model), "")
-        return {one for one in (name, own, PurePath(own).name) if one}
+        path = next((it.model for it in found if it.model), "")
+        return Model(self._name or path, path, max((it.context_length for it in found), default=0))
 
     async def adapters(self) -> dict[str, int]:
         """LoRA adapter -> its committed version."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from ...messages.broker import RecordedSessions, broker_of
-from ...messages.errors import JobFailed
+from ...messages.errors import ConfigError, JobFailed
 from ...messages.model import GenerateJob, JobFailure, RolloutResult
-from ...messages.redis import connect, ping
+from ...messages.redis import connect, name_once, ping
 from ...producer.calls import Delta, Watched
 from ...producer.data import Texts
 from ...producer.inbox import Group
 from .answers import Answer
+from .call import Call, ClientGone
 from .core import Core, Keep
-from .exchange import ClientGone, Exchange
 from .facts import PoolFacts
 from .heir import Gateways
 from .quotas import Quotas
@@ -25,6 +26,8 @@ from .settings import Settings
 from .tenants import Tenants
 
 WAIT_S = 5.0
+TOKENIZER_S = 30.0
+"""A tokenizer that could not be loaded is looked for again after so many seconds."""
 Results = list[list[RolloutResult]]
 """The samples of each of a request's jobs, in order."""
 T = TypeVar("T")
@@ -47,6 +50,8 @@ class Gateway:
         self._gateways = Gateways(settings.redis, self.requests, record=self._record, renamed=self.core.close)
         self._running: dict[str, asyncio.Task[Any]] = {}  # requests with keys, while this gateway runs them
         self._closing = False
+        self._tokenizer: Any = None
+        self._look_at = 0.0
 
     async def _join(self, tenant: str) -> str:
         return await self._gateways.join(tenant)
@@ -66,64 +71,83 @@ class Gateway:
             await self._gateways.leave()
             await self._redis.aclose()
 
-    async def results(self, asked: Exchange, jobs: Sequence[GenerateJob]) -> Results:
-        """The results of an exchange's jobs. Raises JobFailed, ClientGone, and what refuses jobs and keys."""
-        if not asked.kept:
-            return _results(_answer(await asked.unless_gone(self.core.run(asked.tenant.name, jobs))))
-        request = await self.begin(asked, jobs)
+    async def results(self, call: Call, jobs: Sequence[GenerateJob]) -> Results:
+        """The results of a call's jobs. Raises JobFailed, ClientGone, and what refuses jobs and keys."""
+        if not call.kept:
+            return _results(_answer(await call.unless_gone(self.core.run(call.tenant.name, jobs))))
+        request = await self.begin(call, jobs)
         try:
-            return _results(await asked.unless_gone(self._wait(asked, jobs, request)))
+            return _results(await call.unless_gone(self._wait(call, jobs, request)))
         except ClientGone:
-            if asked.key is None and (task := self._running.get(request.id)) is not None:
+            if call.key is None and (task := self._running.get(request.id)) is not None:
                 task.cancel()
             raise
 
-    async def stream(self, asked: Exchange, jobs: Sequence[GenerateJob]) -> AsyncGenerator[Delta]:
-        """The tokens of an exchange's jobs. Raises as `results` does, at once or while they come.
+    async def stream(self, call: Call, jobs: Sequence[GenerateJob]) -> AsyncGenerator[Delta]:
+        """The tokens of a call's jobs. Raises as `results` does, at once or while they come.
 
         What another gateway generates comes as a whole. Closing the generator before its end is hanging up.
         """
-        tenant = asked.tenant.name
-        if not asked.kept:
+        tenant = call.tenant.name
+        if not call.kept:
             return (await self.core.stream(tenant, jobs)).deltas(stay=False)
-        request = await self.begin(asked, jobs)
+        request = await self.begin(call, jobs)
         if request.state != "new":
-            return _deltas(await asked.unless_gone(self._wait(asked, jobs, request)))
+            return _deltas(await call.unless_gone(self._wait(call, jobs, request)))
         try:
-            stream = await self.core.stream(tenant, _named(request, jobs), self._keep(request))
+            stream = await self.core.stream(tenant, named(request, jobs), self._keep(request))
         except BaseException:
             await self.requests.drop(request)
             raise
         self._mine(request, stream.ended())
-        return stream.deltas(stay=asked.key is not None)
+        return stream.deltas(stay=call.key is not None)
 
-    async def begin(self, asked: Exchange, jobs: Sequence[GenerateJob]) -> Request:
-        """Begin the request of an exchange with a key or a session, or find it. Raises KeyReused and PoolBusy."""
-        member = await self.core.member(asked.tenant.name)
-        asked.request = await self.requests.begin(
-            asked.tenant.name,
-            asked.key or asked.digest.hex(),
-            asked.digest,
+    async def begin(self, call: Call, jobs: Sequence[GenerateJob]) -> Request:
+        """Begin the request of a call with a key or a session, or find it. Raises KeyReused and PoolBusy."""
+        member = await self.core.member(call.tenant.name)
+        call.request = await self.requests.begin(
+            call.tenant.name,
+            call.key or call.digest.hex(),
+            call.digest,
             member.core.client_id,
             prompts=[job.token_ids for job in jobs],
-            only_new=asked.key is None and not asked.repeat,
+            only_new=call.key is None and not call.repeat,
         )
-        return asked.request
+        return call.request
+
+    def job(self, call: Call, job: GenerateJob) -> GenerateJob:
+        """A job of a call, with what its tenant has and what every request here has."""
+        more: dict[str, Any] = {} if job.deadline_s is not None else {"deadline_s": self.settings.deadline_s}
+        if call.tenant.priority is not None:
+            more["priority"] = call.tenant.priority
+        return job.model_copy(update=more) if more else job
+
+    async def tokenizer(self) -> Any:
+        """The model's; None if this host has none, so that workers make tokens and text."""
+        if self._tokenizer is None and time.monotonic() >= self._look_at:
+            if self.texts.model is None and not self.texts.given:
+                self.texts.model = (await self.facts.model()).path or None
+            try:
+                self._tokenizer = await asyncio.to_thread(self.texts.load)
+            except ConfigError as error:
+                self._look_at = time.monotonic() + TOKENIZER_S
+                name_once(f"workers make tokens and text: {error}")
+        return self._tokenizer
 
     def run(self, request: Request, jobs: Sequence[GenerateJob]) -> asyncio.Task[Answer]:
         """Run a request that is new, whoever waits for it."""
 
         async def work() -> Answer:
-            return _answer(await self.core.run(request.tenant, _named(request, jobs), self._keep(request)))
+            return _answer(await self.core.run(request.tenant, named(request, jobs), self._keep(request)))
 
         return self._mine(request, work())
 
-    async def delivered(self, asked: Exchange) -> None:
+    async def delivered(self, call: Call) -> None:
         """The client has its answer. If it gave its request no key, it cannot ask for the answer again."""
-        if asked.key is None and asked.request is not None and not await asked.http.is_disconnected():
-            await self.requests.drop(asked.request)
+        if call.key is None and call.request is not None and not await call.http.is_disconnected():
+            await self.requests.drop(call.request)
 
-    async def _wait(self, asked: Exchange, jobs: Sequence[GenerateJob], request: Request) -> Answer:
+    async def _wait(self, call: Call, jobs: Sequence[GenerateJob], request: Request) -> Answer:
         """The answer to a request, whoever runs it."""
         while True:
             if request.state == "new":
@@ -133,7 +157,7 @@ class Gateway:
             try:
                 answer = await self.requests.wait(request, WAIT_S)
             except RequestLost:  # its gateway died before the pool had its jobs
-                request = await self.begin(asked, jobs)
+                request = await self.begin(call, jobs)
             else:
                 if answer is not None:
                     return answer
@@ -179,7 +203,7 @@ def _seen(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def _named(request: Request, jobs: Sequence[GenerateJob]) -> list[GenerateJob]:
+def named(request: Request, jobs: Sequence[GenerateJob]) -> list[GenerateJob]:
     """The jobs under the ids that every gateway gives them."""
     pairs = zip(request.job_ids, jobs, strict=True)
     return [job.model_copy(update={"id": job_id, "group_id": request.id}) for job_id, job in pairs]

@@ -1,7 +1,7 @@
 """Versions in requests, as external rollout services have them: which weights may answer, and which did.
 
-miles' docs/advanced/disaggregated-rollout.md is the contract. A pool that has no such weights now answers 409, so that the
-client asks again; a client that would rather wait says for how long, and the queue holds its request.
+miles' docs/advanced/disaggregated-rollout.md is the contract. A pool that has no such weights now answers 409, so that
+the client asks again; one that would rather wait says for how long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOOK_S = 0.2
 
 
 class VersionNotReady(RolloutMQError):
-    """No worker has the weights that a request asks for. target: the version; applied: the newest that one has, or None."""
+    """No worker has the weights that a request asks for. target: their version; applied: the newest that one has."""
 
     def __init__(self, target: int, applied: int | None, exact: bool) -> None:
         wanted = f"exactly version {target}" if exact else f"version {target} or newer"
@@ -53,7 +53,7 @@ def wait_s(headers: Mapping[str, str]) -> float:
 
 async def check_versions(facts: PoolFacts, jobs: Sequence[GenerateJob], seconds: float) -> None:
     """Return when a worker could serve these jobs. Raises VersionNotReady if none can within `seconds`."""
-    exact = max((job.exact_version for job in jobs if job.exact_version is not None), default=None)
+    exact = max((it for job in jobs if (it := getattr(job, "exact_version", None)) is not None), default=None)
     target = exact if exact is not None else max(job.min_version for job in jobs)
     ends = time.monotonic() + seconds
     while True:

@@ -118,7 +118,8 @@ async def run(
 
     room_s: seconds to wait for room in a full pool. before_ack(groups): awaited before the outcomes are acknowledged,
     for code that first makes them durable. A call that is cancelled, or raises, cancels its jobs, and no other call is
-    told of them, unless the client was closed. Raises what `submit_many` raises, and RolloutMQError if one of the jobs belongs to another call.
+    told of them, unless the client was closed. Raises what `submit_many` raises, and RolloutMQError if one of the jobs
+    belongs to another call.
     """
     taken: list[Reply] = []
     groups: list[Group] = []

@@ -37,6 +37,8 @@ async def recorded(sessions: RecordedSessions) -> None:
         await sessions.record("default", "s", f"k{number}", turn([1, 2], [3]))
     assert len(await sessions.take("default", "s")) == 2
     assert await sessions.forget("default", "s")
+
+
 async def tenants(scripts: Scripts) -> None:
     """A request of a gateway's tenant, admitted, kept and settled."""
     *told, day = await scripts.run(calls.admit("tenant", "request", 5, 1, 5, 5, 1, 60_000))

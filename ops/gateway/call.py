@@ -28,7 +28,7 @@ class ClientGone(Exception):
 
 
 @dataclass(slots=True)
-class Exchange:
+class Call:
     """session: as a path, a header or the body names it. key: what the client calls its request, None if nothing.
 
     repeat: whether the client says that it has sent this before. request: as others know it, if they are to.
@@ -72,16 +72,21 @@ class Exchange:
             pass
 
 
-async def read_exchange(http: Http, tenant: Tenant) -> Exchange:
+async def read_call(http: Http, tenant: Tenant) -> Call:
     """Read a request with a JSON object as its body. Raises InvalidField, and Refused for what is no JSON."""
     body = await read_json(http)
-    session = http.path_params.get("session") or next((http.headers[it] for it in SESSION_HEADERS if it in http.headers), None)
-    if session is None and isinstance(said := body.get("session_id"), str | int) and not isinstance(said, bool):
+    session = http.path_params.get("session") or next(
+        (http.headers[it] for it in SESSION_HEADERS if it in http.headers), None
+    )
+    said = body.get("session_id")
+    if session is None and isinstance(said, str | int) and not isinstance(said, bool):
         session = str(said)
+    elif session is None and said is not None:
+        raise InvalidField("session_id", said, "a text or a number: one session a request")
     key = http.headers.get("idempotency-key") or body.get("request_id") or body.get("rid")
     if key is not None and (not isinstance(key, str) or len(key) > MAX_KEY):
         raise InvalidField("request_id", key, f"a text of at most {MAX_KEY} characters")
-    return Exchange(http, body, tenant, session, key, http.headers.get(RETRIES, "0").strip() not in {"", "0"})
+    return Call(http, body, tenant, session, key, http.headers.get(RETRIES, "0").strip() not in {"", "0"})
 
 
 async def read_json(http: Http) -> dict[str, Any]:
