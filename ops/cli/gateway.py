@@ -36,11 +36,8 @@ def gateway(
     curl http://127.0.0.1:8000/v1/models
     """
     from ...messages.errors import ConfigError
-    from ..gateway import HttpServer, Tls
+    from ..gateway import Gateway, HttpServer, Settings, Tls, application
     from ..gateway import new_key as made_key
-    from ..gateway.app import application
-    from ..gateway.gateway import Gateway
-    from ..gateway.settings import Settings
 
     if new_key:
         key, line = made_key()

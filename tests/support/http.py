@@ -15,7 +15,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.pools.pool import eventually
 
-from rolloutmq.ops.gateway import HttpLimits, HttpServer, Refused, Tls, refusal
+from rolloutmq.ops.gateway.protocol import HttpLimits
+from rolloutmq.ops.gateway.refused import Refused, refusal
+from rolloutmq.ops.gateway.server import HttpServer, Tls
 
 
 async def length(request: Request) -> Response:

@@ -12,7 +12,7 @@ from support.specimens.messages import result
 from rolloutmq import GenerateJob
 from rolloutmq.messages import connect
 from rolloutmq.messages.redis import PoolRedis
-from rolloutmq.ops.gateway import KeyReused, Request, Requests
+from rolloutmq.ops.gateway.requests import KeyReused, Request, Requests
 
 OWNER = "acme/gw-1"
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.messages import ConfigError
-from rolloutmq.ops.gateway import Refused, Tenants, new_key, tenants
+from rolloutmq.ops.gateway import tenants
+from rolloutmq.ops.gateway.refused import Refused
+from rolloutmq.ops.gateway.tenants import Tenants, new_key
 
 KEY, DIGEST = new_key()
 ADMIN, ADMIN_DIGEST = new_key()
