@@ -264,6 +264,7 @@ class ClientCore:
     async def give_up(self, job_ids: Sequence[str]) -> None:
         """Cancel jobs that a call reserved, and end the reservations. Nobody is told of what was cancelled.
 
+        A client that is closed, or was replaced, cancels nothing: its jobs are for the next one of its id.
         What a job had that ended by itself is for whoever asks first. The caller's cancellation does not stop this.
         """
         await self.finish(self._give_up(list(job_ids)))
@@ -284,7 +285,7 @@ class ClientCore:
 
     async def _give_up(self, job_ids: list[str]) -> None:
         ended = {it for it in job_ids if (tracked := self.inbox.tracked(it)) is not None and tracked.ended}
-        left = [job_id for job_id in job_ids if job_id not in ended]
+        left = [job_id for job_id in job_ids if job_id not in ended and not self.reader.over]
         try:
             states = await self.broker.cancel(left, "its caller gave up")
         except (RedisError, OSError) as error:

@@ -81,8 +81,17 @@ class ReplyReader:
             raise RolloutMQError(f"client {self._client_id} is closed")
         if os.getpid() != self._pid:
             raise WrongProcess(f"client {self._client_id}", self._pid)
-        if any(isinstance(stream.broken, ClientReplaced) for stream in self.streams):
+        if self._replaced:
             raise ClientReplaced(self._client_id)
+
+    @property
+    def _replaced(self) -> bool:
+        return any(isinstance(stream.broken, ClientReplaced) for stream in self.streams)
+
+    @property
+    def over(self) -> bool:
+        """Whether this client is closed, or another one of its id reads: what is under way is not its own any more."""
+        return self._closed or self._replaced
 
     def check_loop(self) -> None:
         """Raises WrongLoop on another event loop than the one that `open` was called on."""
