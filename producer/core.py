@@ -264,6 +264,7 @@ class ClientCore:
     async def give_up(self, job_ids: Sequence[str], *, ended_too: bool = False) -> None:
         """Cancel jobs that a call reserved, and end the reservations. Nobody is told of what was cancelled.
 
+        A client that is closed, or was replaced, cancels nothing: its jobs are for the next one of its id.
         What a job had that ended by itself is for whoever asks first; ended_too: it is dropped. The caller's
         cancellation does not stop this.
         """
@@ -285,7 +286,7 @@ class ClientCore:
 
     async def _give_up(self, job_ids: list[str], ended_too: bool) -> None:
         ended = {it for it in job_ids if (tracked := self.inbox.tracked(it)) is not None and tracked.ended}
-        left = [job_id for job_id in job_ids if job_id not in ended]
+        left = [job_id for job_id in job_ids if job_id not in ended and not self.reader.over]
         try:
             states = await self.broker.cancel(left, "its caller gave up")
         except (RedisError, OSError) as error:
@@ -296,7 +297,7 @@ class ClientCore:
                 if state in {"ok", "unknown"}:
                     self.reader.ack(self.inbox.abandon(job_id))
         finally:
-            if ended_too:
+            if ended_too and not self.reader.over:
                 for job_id in ended:
                     self.reader.ack(self.inbox.abandon(job_id))
             for job_id in job_ids:

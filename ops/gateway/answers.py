@@ -58,7 +58,7 @@ def unpack(data: bytes) -> Answer:
     kept = decode(data, Kept)
     if kept.failure is not None:
         return kept.failure
-    if len(kept.results) != len(kept.prompts):
+    if not kept.results or len(kept.results) != len(kept.prompts):
         raise MalformedMessage(f"an answer with {len(kept.results)} jobs and {len(kept.prompts)} prompts")
     answer = [[decode_one_of(it, RESULTS) for it in job] for job in kept.results]
     for results, prompt in zip(answer, kept.prompts, strict=True):
@@ -80,4 +80,7 @@ def pack_prompts(prompts: Sequence[TokenIds | None]) -> bytes:
 
 def unpack_prompts(data: bytes) -> tuple[TokenIds | None, ...]:
     """Raises MessageError for what `pack_prompts` does not write."""
-    return tuple(it if it.size else None for it in decode(data, Kept).prompts)
+    prompts = decode(data, Kept).prompts
+    if not prompts:
+        raise MalformedMessage("a request without jobs")
+    return tuple(it if it.size else None for it in prompts)

@@ -140,11 +140,10 @@ class Stream:
             if failures := [failure for group in groups for failure in group.failures]:
                 raise JobFailed(failures[0])
         finally:
-            if kept or not self._member.core.reader.closed:  # closing a client cancels nothing
-                for out in self._held:
-                    out.acknowledge()
-                if not kept:
-                    await self._member.core.give_up([one.job_id for one in self._handles], ended_too=True)
+            for out in self._held if kept or not self._member.core.reader.over else ():
+                out.acknowledge()
+            if not kept:
+                await self._member.core.give_up([one.job_id for one in self._handles], ended_too=True)
             await self._say(None)
 
     async def _of(self, handle: Handle) -> Group:

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
-from ...messages.errors import ClientReplaced, MessageError, RolloutMQError
-from ...messages.ids import age_s, check_client_id
+from ...messages.errors import ClientReplaced, InvalidField, MessageError
+from ...messages.ids import check_client_id
 from ...messages.model import JobFailure, RolloutResult
 from ...messages.redis import text
 from ...messages.scripts import calls
-from ...producer import Group, RolloutClient
+from ...producer.calls import Groups
+from ...producer.core import ClientCore
+from ...producer.inbox import Group
 from .answers import Answer, learn
 from .requests import Request, RequestLost, Requests
 
 log = logging.getLogger(__name__)
-Record = Callable[[Request, list[list[RolloutResult]]], Awaitable[None]]
-"""Gets the results of a request before it is finished, of each of its jobs by sample; perhaps more than once."""
+Record = Callable[[Request, list[list[RolloutResult]]], Awaitable[Answer]]
+"""Makes the answer to a request of its results, of each of its jobs by sample. It may be called more than once."""
 ANYBODY = "-"
 """Stands for the heir of a client that a gateway has left to whoever comes."""
-REMEMBERED_S = 3000.0
 
 
 class Gateways:
@@ -41,12 +42,12 @@ class Gateways:
         requests: Requests,
         *,
         record: Record,
-        renamed: Callable[[list[str]], Awaitable[None]],
+        renamed: Callable[[list[str]], None],
         beat_s: float = 3.0,
         alive_s: float = 15.0,
     ) -> None:
-        """redis_url: of the pool of `requests`. record: see Record; if it raises a RolloutMQError, that is the answer.
-        renamed(old): called after this gateway has taken a new name, with the ids of the clients to be closed.
+        """redis_url: of the pool of `requests`. record: see Record; what it raises has it called again.
+        renamed(old): called when this gateway has taken a new name, with the ids of the clients to be closed.
         beat_s: how often it says that it lives. alive_s: how long others believe it.
         """
         self._url, self._requests, self._redis = redis_url, requests, requests.redis
@@ -81,7 +82,6 @@ class Gateways:
                 async with self._beating:
                     await self._beat()
                 await self._look()
-                await self._requests.refresh()
             except (RedisError, OSError) as error:
                 log.warning("gateway %s cannot say that it lives: %s", self.name, error)
             await asyncio.sleep(self._beat_s)
@@ -96,7 +96,7 @@ class Gateways:
         for task in self._heirs.values():
             task.cancel()
         old, self._clients, self.name = self._clients, [], _new_name()
-        await self._renamed(old)
+        self._renamed(old)
 
     async def _look(self) -> None:
         """Inherit from the clients of dead gateways.
@@ -122,56 +122,38 @@ class Gateways:
         """Finish what a dead gateway's client has left, and cancel what nobody can ask for."""
         log.warning("gateway %s inherits from %s", name, dead)
         try:
-            async with RolloutClient(self._url, self._keys.pool, client_id=dead) as client:
-                await self._cancel(client)
-                async for group in client.groups():
-                    await self._settle(dead, group)
+            with contextlib.suppress(InvalidField):  # no client has such a name
+                await self._take_over(
+                    ClientCore(self._url, self._keys.pool, client_id=dead, max_outstanding=0, caps=None)
+                )
             await self._scripts.run(calls.leave_gateway(dead, name, ""))
         except ClientReplaced:
             log.info("another gateway inherits from %s: this one was silent", dead)
-        except (RedisError, OSError, RolloutMQError) as error:
-            log.warning("gateway %s cannot inherit from %s yet: %s", name, dead, error)
-        except Exception:
-            log.exception("gateway %s cannot inherit from %s", name, dead)
+        except Exception:  # the next look begins again
+            log.exception("gateway %s cannot inherit from %s yet", name, dead)
 
-    async def _cancel(self, client: RolloutClient) -> None:
-        """Cancel the open jobs that belong to no request with a key, or to one whose other jobs were never accepted."""
-        groups = defaultdict[str, list[str]](list)
-        for job_id, group in (await client.broker.open_jobs(client.client_id)).items():
-            groups[group].append(job_id)
-        for group, jobs in groups.items():
-            request = await self._request(client.client_id, group)
-            if request is None or await self._is_cut(client, request):
-                await client.cancel(jobs)
-            else:
-                self._requests.adopt(request)
-
-    async def _is_cut(self, client: RolloutClient, request: Request) -> bool:
-        """Whether some of a request's jobs were never accepted. The pool remembers jobs for an hour after their end."""
-        states = await client.broker.states(request.job_ids)
-        return "" in states.values() and (age_s(request.seed, time.time()) or REMEMBERED_S) < REMEMBERED_S
+    async def _take_over(self, core: ClientCore) -> None:
+        try:
+            await core.open()
+            for group_id in {job.group_id for job in core.inbox.open()}:
+                request, jobs = await self._request(core.client_id, group_id), core.inbox.group_jobs(group_id)
+                if request is None or not {*request.job_ids} <= {*jobs}:  # the others were never accepted
+                    await core.cancel(jobs)
+            async for group in Groups(core, None):
+                await self._settle(core.client_id, group)
+        finally:
+            await core.close()
 
     async def _settle(self, dead: str, group: Group) -> None:
         request = await self._request(dead, group.group_id)
-        answer = None if request is None else _answer(request, group)
-        if request is None or answer is None:
+        results = None if request is None else _answer(request, group)
+        if request is None or results is None:
             return
         try:
-            if isinstance(answer, list):
-                answer = await self._recorded(request, answer)
+            answer = await self._record(request, results) if isinstance(results, list) else results
             await self._requests.finish(request, answer)
         except RequestLost:
             log.info("request %s was forgotten before it was finished", request.id)
-
-    async def _recorded(self, request: Request, results: list[list[RolloutResult]]) -> Answer:
-        """The results, once they are recorded; or why they are refused."""
-        try:
-            await self._record(request, results)
-        except RolloutMQError as refused:
-            if isinstance(refused, RedisError):
-                raise
-            return JobFailure(job_id=request.job_ids[0], outcome="dead", cause=str(refused))
-        return [[*job] for job in results]
 
     async def _request(self, dead: str, group: str) -> Request | None:
         """The request with a key that this group of jobs belongs to, if it is this client's to finish."""

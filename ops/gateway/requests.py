@@ -7,9 +7,9 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from redis.exceptions import ResponseError
 
@@ -21,9 +21,10 @@ from ...messages.scripts import Scripts, calls
 from .answers import MAX_JOBS, Answer, pack, pack_prompts, unpack, unpack_prompts
 
 log = logging.getLogger(__name__)
-RUNS_S = 86400.0
-"""A request is forgotten so long after its gateway has last said that it runs."""
+RUNS_S = 31 * 86400
+"""A request that has no answer is forgotten after so long: no job's deadline is later."""
 ANSWERS_BYTES = 1 << 30
+T = TypeVar("T")
 State = Literal["new", "running", "done"]
 FIRST_PAUSE_S, PAUSE_S = 0.01, 0.5
 
@@ -83,7 +84,6 @@ class Requests:
         self.keys = Keys(pool)
         self.scripts = Scripts(redis, self.keys)
         self._remember_s, self._most_bytes = remember_s, most_bytes
-        self._running: dict[str, float] = {}  # -> when its record was last kept from ending, by time.monotonic()
 
     async def begin(
         self,
@@ -106,7 +106,7 @@ class Requests:
             raise InvalidField("prompts", len(prompts), f"1 to {MAX_JOBS} jobs of a request")
         name, seed = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:32], new_id()
         where, packed = f"{tenant}/{name}", pack_prompts(prompts)
-        begin = calls.begin_request(where, digest, owner, seed, packed, self._most_bytes, int(RUNS_S * 1000))
+        begin = calls.begin_request(where, digest, owner, seed, packed, self._most_bytes, RUNS_S * 1000)
         found = await self.scripts.run(begin)
         state = text(found[0])
         if state == "full":
@@ -117,22 +117,7 @@ class Requests:
         if state == "other":
             raise KeyReused("key", key, "the key of one request: a request with another body needs another key")
         answer = unpack(found[3]) if state == "done" else None
-        request = Request(tenant, name, cast("State", state), text(found[2]), text(found[1]), tuple(prompts), answer)
-        if state == "new":
-            self.adopt(request)
-        return request
-
-    def adopt(self, request: Request) -> None:
-        """This gateway runs the request from now on: see `refresh`."""
-        self._running[request._place] = time.monotonic()
-
-    async def refresh(self) -> None:
-        """Keep the records of what runs here; to be called from time to time."""
-        now = time.monotonic()
-        for place in [it for it, since in self._running.items() if now - since > RUNS_S / 4]:
-            self._running[place] = now
-            if not await self.redis.expire(self.keys.request(place), int(RUNS_S)):
-                self._running.pop(place, None)
+        return Request(tenant, name, cast("State", state), text(found[2]), text(found[1]), tuple(prompts), answer)
 
     async def finish(self, request: Request, answer: Answer) -> Answer:
         """Keep the answer, and return the one that counts: the first. Raises RequestLost."""
@@ -142,22 +127,18 @@ class Requests:
             log.warning("request %s: its answer is not kept: %s", request.id, refused)
             cause = "its answer was too large to be kept for a repeat"
             packed = pack(JobFailure(job_id=request.job_ids[0], outcome="dead", cause=cause, error=str(refused)))
-        state = await self._finish(request, packed, max(1, int(self._remember_s * 1000)))
-        if state == "done":
-            found = await self.look(request.tenant, request.id)
-            state = "lost" if found is None or found.answer is None or found.seed != request.seed else state
-            answer = answer if found is None or found.answer is None else found.answer
-        if state == "lost":
+        state, *other = await self._finish(request, packed, max(1, int(self._remember_s * 1000)))
+        if state == b"lost":
             raise _lost(request)
-        return answer
+        return unpack(other[0]) if other else answer
 
     async def drop(self, request: Request) -> None:
         """Forget the request, and its answer: nobody will ask for it, or it never got jobs."""
         await self._finish(request, b"", 0)
 
-    async def _finish(self, request: Request, packed: bytes, keep_ms: int) -> str:
-        self._running.pop(request._place, None)
-        return text(await self.scripts.run(calls.finish_request(request._place, request.seed, packed, keep_ms)))
+    async def _finish(self, request: Request, packed: bytes, keep_ms: int) -> list[bytes]:
+        found: list[bytes] = await self.scripts.run(calls.finish_request(request._place, request.seed, packed, keep_ms))
+        return found
 
     async def look(self, tenant: str, id: str) -> Request | None:
         """The request as it is now; None if nobody knows it. Raises MessageError for an answer that cannot be read."""
@@ -179,7 +160,7 @@ class Requests:
         deadline, pause = time.monotonic() + timeout, FIRST_PAUSE_S
         while True:
             # Asked first: an heir finishes a request before it takes the owner's name away.
-            owned = await self.redis.hexists(self.keys.gateways, request.owner)
+            owned = await _lenient(self.redis.hexists(self.keys.gateways, request.owner), True)
             seed, answer = await self._read(request._place, "seed", "answer")
             if text(seed) != request.seed or (answer is None and not owned):
                 raise _lost(request)
@@ -192,13 +173,17 @@ class Requests:
             pause = min(PAUSE_S, 1.5 * pause)
 
     async def _read(self, place: str, *names: str) -> list[bytes | None]:
-        try:
-            found: list[bytes | None] = await self.redis.hmget(self.keys.request(place), names)
-            return found
-        except ResponseError as error:
-            if not is_wrong_type(error):
-                raise
-            return [None] * len(names)
+        return await _lenient(self.redis.hmget(self.keys.request(place), names), [None] * len(names))
+
+
+async def _lenient(asked: Awaitable[T], instead: T) -> T:
+    """What Redis answers; `instead` if the key holds something of another type."""
+    try:
+        return await asked
+    except ResponseError as error:
+        if is_wrong_type(error):
+            return instead
+        raise
 
 
 def _lost(request: Request) -> RequestLost:

@@ -138,8 +138,7 @@ async def run(
             await before_ack(groups)
     except BaseException:
         core.hand_out(taken).give_back()
-        if not core.reader.closed:  # closing a client cancels nothing
-            await core.give_up(reserved, ended_too=True)
+        await core.give_up(reserved, ended_too=True)
         raise
     for job_id in reserved:
         core.inbox.release(job_id)

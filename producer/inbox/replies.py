@@ -40,8 +40,7 @@ class ReplyReader:
         self._of_jobs: dict[str, asyncio.Event] = {}  # of those that somebody waits for alone
         self.waiting = 0
         """How many calls wait in `until`."""
-        self.closed = False
-        """Whether `close` was called."""
+        self._closed = False
         self.streams = [
             StreamReader(part, blocking, client_id, inbox, before_ack=before_ack, journal=journal, changed=self.wake)
             for part, blocking in shards
@@ -69,7 +68,7 @@ class ReplyReader:
         """Stop reading, wake whoever waits, acknowledge what was taken."""
         if os.getpid() != self._pid:
             return  # the connections are the parent's
-        self.closed = True
+        self._closed = True
         self.wake()
         self.wake_for(list(self._of_jobs))
         first, *others = self.streams
@@ -78,12 +77,21 @@ class ReplyReader:
 
     def check_open(self) -> None:
         """Raises RolloutMQError after `close`, WrongProcess in a forked child, ClientReplaced if another one reads."""
-        if self.closed:
+        if self._closed:
             raise RolloutMQError(f"client {self._client_id} is closed")
         if os.getpid() != self._pid:
             raise WrongProcess(f"client {self._client_id}", self._pid)
-        if any(isinstance(stream.broken, ClientReplaced) for stream in self.streams):
+        if self._replaced:
             raise ClientReplaced(self._client_id)
+
+    @property
+    def _replaced(self) -> bool:
+        return any(isinstance(stream.broken, ClientReplaced) for stream in self.streams)
+
+    @property
+    def over(self) -> bool:
+        """Whether this client is closed, or another one of its id reads: what is under way is not its own any more."""
+        return self._closed or self._replaced
 
     def check_loop(self) -> None:
         """Raises WrongLoop on another event loop than the one that `open` was called on."""

@@ -1,19 +1,19 @@
 -- Keep a request's answer for a while; the first one counts.
 -- ARGV: prefix, request, seed, answer, keep_ms
 -- request, seed: as they were begun. keep_ms: 0 to forget the request and its answer.
--- Returns kept; done if it has another answer; or lost: it was forgotten, and perhaps begun anew.
+-- Returns {state, answer}: kept; done, and the answer, if it has another one; or lost: it was forgotten, perhaps begun anew.
 local request, keep_ms = ARGV[2], ARGV[5]
 local key = KEY.request .. request
 local seed, answer = unpack(redis.call('HMGET', key, 'seed', 'answer'))
-if seed ~= ARGV[3] then return 'lost' end
+if seed ~= ARGV[3] then return {'lost'} end
 if keep_ms == '0' then
   redis.call('DEL', key)
   if answer and redis.call('ZREM', KEY.answered, request .. ' ' .. #answer) == 1 then
     redis.call('HINCRBY', load_key, 'answers', -#answer)
   end
-  return 'kept'
+  return {'kept'}
 end
-if answer then return answer == ARGV[4] and 'kept' or 'done' end
+if answer then return answer == ARGV[4] and {'kept'} or {'done', answer} end
 answer = ARGV[4]
 redis.call('HSET', key, 'answer', answer)
 redis.call('HDEL', key, 'prompts')
@@ -21,4 +21,4 @@ redis.call('PEXPIRE', key, keep_ms)
 if redis.call('ZADD', KEY.answered, redis_ms() + keep_ms, request .. ' ' .. #answer) == 1 then
   redis.call('HINCRBY', load_key, 'answers', #answer)
 end
-return 'kept'
+return {'kept'}

@@ -124,7 +124,7 @@ async def gateways(scripts: Scripts) -> None:
     await scripts.run(calls.leave_gateway("t/gw1", "", "-"))
     assert await scripts.run(calls.inherit_gateway("t/gw1", "gw2")) == b"ok"
     assert await scripts.run(calls.beat_gateway("gw1", 60_000, "", "t/gw1")) == b"inherited"
-    assert await scripts.run(calls.finish_request("t/r", "0" * 32, b"answer", 60_000)) == b"kept"
+    assert await scripts.run(calls.finish_request("t/r", "0" * 32, b"answer", 60_000)) == [b"kept"]
     await scripts.run(calls.leave_gateway("t/gw1", "gw2", ""))
     await scripts.run(calls.leave_gateway("t/gw2", "", ""))
     await scripts.run(calls.finish_request("t/r", "0" * 32, b"", 0))
