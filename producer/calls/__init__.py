@@ -5,7 +5,7 @@ from .batch import Prompt, as_jobs, generate, prompt_fields
 from .last_workers import LastWorkers
 from .loops import Groups, Mapped, Results
 from .session import GIVEN, History, Session
-from .stream import Delta, Streams
+from .stream import Delta, Streams, versions_of
 from .tasks import similarity
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "prompt_fields",
     "similarity",
     "tasks",
+    "versions_of",
 ]
