@@ -137,7 +137,15 @@ class CannotRequeue(RolloutMQError):
 
 
 class NoSuchSession(RolloutMQError):
-    """No turn has come to this recorded session yet, or it was forgotten, or has expired. The text says which."""
+    """There is no such recorded session: no turn has come to it yet, or it has expired. forgotten: or it was deleted
+    within the last hour."""
+
+    def __init__(self, message: str, forgotten: bool = False) -> None:
+        super().__init__(message)
+        self.forgotten = forgotten
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (str(self), self.forgotten))
 
 
 class TurnRefused(RolloutMQError):

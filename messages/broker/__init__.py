@@ -7,7 +7,7 @@ from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_BYTES, Beat, Claim, Finished, Lease, Piece, Release
 from .needs import Waiting, can_of, kin_of, needed, total_of
 from .pool_load import PoolLoad
-from .recorded_sessions import RecordedSessions, SessionSummary, prefix_digests
+from .recorded_sessions import RecordedSessions, SessionSummary
 from .records import read_jobs
 from .replies import Frames, Receipt, Reply
 from .sharded_broker import ShardedBroker, broker_of, sum_of
@@ -47,7 +47,6 @@ __all__ = [
     "kin_of",
     "living_workers",
     "needed",
-    "prefix_digests",
     "read_jobs",
     "successor",
     "sum_of",

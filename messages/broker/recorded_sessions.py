@@ -138,7 +138,7 @@ class RecordedSessions:
             turns, *more = await self._scripts.run(calls.take_session(name, len(rows) // 2, self._idle_ms))
             if not more:
                 told = "it was forgotten" if turns else "no turn has come to it yet, or it has expired"
-                raise NoSuchSession(f"session {session!r} of tenant {tenant!r}: {told}")
+                raise NoSuchSession(f"session {session!r} of tenant {tenant!r}: {told}", forgotten=turns > 0)
             rows += more
             if turns > MAX_TURNS or sum(map(len, rows)) > 2 * MAX_SESSION_BYTES:
                 raise MalformedMessage(
@@ -164,7 +164,7 @@ class RecordedSessions:
         assert prompt is not None
         tokens = len(prompt) + len(result.token_ids)
         fitting = [one for one in known if one.tokens <= len(prompt)]
-        digests = prefix_digests(
+        digests = _prefix_digests(
             np.concatenate([prompt, result.token_ids]), [*(one.tokens for one in fitting), len(prompt), tokens]
         )
         same = (one for one in fitting if f"{one.tokens}:{digests[one.tokens]}" in one.ends)
@@ -191,7 +191,7 @@ class RecordedSessions:
         }.get(reason, "Redis is at its memory limit")
 
 
-def prefix_digests(ids: npt.NDArray[np.int32], ends: Iterable[int]) -> dict[int, str]:
+def _prefix_digests(ids: npt.NDArray[np.int32], ends: Iterable[int]) -> dict[int, str]:
     """For each of these lengths the digest of the first so many ids. Reads the ids once."""
     data, running, at = np.ascontiguousarray(ids, "<i4").view(np.uint8), blake2b(digest_size=16), 0
     found: dict[int, str] = {}

@@ -1,6 +1,12 @@
 -- This is put before every script, behind the other libraries: recorded sessions. A session's record, HASH KEY.session ..
 -- <tenant>/<name>, has the fields SESSION. Only the home has sessions.
 
+-- A session stays for so long from now on. Redis drops one that the index has lost, later.
+local function keep_session(name, idle_ms)
+  redis.call('ZADD', KEY.sessions, clock().now + idle_ms, name)
+  redis.call('EXPIRE', KEY.session .. name, math.ceil(idle_ms / 500))
+end
+
 -- Delete a session. Returns whether it had been taken.
 local function drop_session(name)
   local f = redis.call('HMGET', KEY.session .. name, SESSION.nbytes, SESSION.closed)

@@ -15,7 +15,10 @@ local turns, tokens, bytes, more = counted(f[3]), counted(f[4]) + ARGV[8], count
 if turns >= tonumber(ARGV[10]) then return 'turns' end
 if tokens > tonumber(ARGV[11]) then return 'tokens' end
 if bytes + more > tonumber(ARGV[12]) then return 'bytes' end
-if counted(redis.call('HGET', load_key, 'session_bytes')) + more > tonumber(ARGV[13]) then return 'pool' end
+if counted(redis.call('HGET', load_key, 'session_bytes')) + more > tonumber(ARGV[13]) then
+  if redis.call('ZCARD', KEY.sessions) > 0 then return 'pool' end
+  redis.call('HSET', load_key, 'session_bytes', 0)   -- somebody has written into the counter, or lost the index
+end
 if begins ~= '' then
   if redis.call('HGET', key, SESSION.ends .. match(begins, '^%d+')) ~= ARGV[7] then return 'again' end
   redis.call('HSET', key, SESSION.begins .. turns, begins)
@@ -24,6 +27,6 @@ local now = clock().now
 redis.call('HSET', key, SESSION.frame .. turns, frame, SESSION.ends .. turns, ARGV[5], SESSION.key .. turn_key, turns,
            SESSION.turns, turns + 1, SESSION.tokens, tokens, SESSION.nbytes, bytes + more, SESSION.last, now)
 if turns == 0 then redis.call('HSET', key, SESSION.first, now) end
-redis.call('ZADD', KEY.sessions, now + ARGV[9], name)
+keep_session(name, ARGV[9])
 redis.call('HINCRBY', load_key, 'session_bytes', more)
 return 'ok'

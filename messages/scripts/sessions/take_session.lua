@@ -12,7 +12,7 @@ if f[2] == '2' then return {1} end
 local turns = counted(f[1])
 if turns == 0 then return {0} end
 redis.call('HSET', key, SESSION.closed, '1')
-redis.call('ZADD', KEY.sessions, clock().now + ARGV[4], name)
+keep_session(name, ARGV[4])
 local found = {turns}
 for turn = start, math.min(turns, start + MOST) - 1 do
   if bytes >= MAX_BYTES then break end

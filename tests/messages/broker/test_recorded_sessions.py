@@ -166,7 +166,9 @@ async def test_a_conversation_takes_memory_in_proportion_to_its_length(store: Re
     assert ids(await store.take("default", "s")) == ids(turns)
 
 
-async def test_a_session_that_nobody_uses_ends_and_is_counted(broker: Broker) -> None:
+@pytest.mark.parametrize("who", ["client", "worker"])
+async def test_a_session_that_nobody_uses_ends_and_is_counted(broker: Broker, joined: Any, who: str) -> None:
+    lease = await joined()
     long, short = RecordedSessions(broker), RecordedSessions(broker, idle_s=0.001)
     for name in ("taken", "lost", "old"):
         await short.record("default", name, "k", turn([1], [2]))
@@ -174,7 +176,7 @@ async def test_a_session_that_nobody_uses_ends_and_is_counted(broker: Broker) ->
     await long.record("default", "old", "k2", turn([1], [3]))
 
     async def old_alone() -> list[SessionSummary]:
-        await broker.end_overdue()
+        await (broker.end_overdue() if who == "client" else lease.reap(3))
         listed = await every(long)
         return listed if [one.name for one in listed] == ["old"] else []
 

@@ -15,4 +15,4 @@ def turn(prompt: Sequence[int], output: Sequence[int], version: int = 0, **field
     segments = (Segment(version, len(output)),) if output else ()
     logprobs = [-float(one) for one in output]
     known = {"prompt_ids": prompt, "token_ids": output, "logprobs": logprobs, "segments": segments}
-    return result(job(), finish_reason="stop", **(known | fields))
+    return result(job(), **(known | {"finish_reason": "stop"} | fields))
