@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +16,10 @@ from support.lazily import Lazily
 from rolloutmq.messages import RolloutResult, Segment
 from rolloutmq.producer.calls import Delta
 from rolloutmq.producer.openai import Request, chat_request, completion_request, response, stream_chunks
+from rolloutmq.worker.cpu_support import prepare_transformers
 
 types, chats = Lazily("openai.types"), Lazily("openai.types.chat")
+streaming, trl = Lazily("openai.lib.streaming.chat"), Lazily("trl.generation.vllm_client")
 IDS = [104, 105, 300]
 PROMPT = [7, 8, 9, 10]
 NOTHING = -30_000.0
@@ -186,6 +189,8 @@ def test_every_end_parses_in_strict_types(make: Any, ends: str | None) -> None:
     assert finish == ("stop" if ends == "stop" else "length")
     assert answer["choices"][0]["stop_reason"] == {"stop": 300, "length": None}.get(ends or "", "abort")
     assert answer["choices"][0]["token_ids"] == ([] if ends is None else IDS)
+    plain = response(replace(request, abort="abort"), [[one]], decode)["choices"][0]["finish_reason"]
+    assert plain == (ends or "abort")
 
 
 async def chunks(request: Request, *deltas: Delta) -> list[dict[str, Any]]:
@@ -281,3 +286,25 @@ async def test_offsets_of_a_streamed_completion_count_all_text() -> None:
     offsets = [place for chunk in found for place in chunk["choices"][0]["logprobs"]["text_offset"]]
     assert offsets == [0, 1, 2, 3]
     assert all(one < two for one, two in pairwise(offsets))
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_trls_own_function_reads_the_logprobs(make: Any) -> None:
+    asked = {"logprobs": True, "top_logprobs": 2} if make is chat else {"logprobs": 2}
+    prepare_transformers()  # before TRL imports it
+    request = make(return_tokens_as_token_ids=True, return_token_ids=True, **asked)
+    (choice,) = response(request, [[sample(request)]], decode)["choices"]
+    values, ids = trl.parse_logprobs([choice["logprobs"]])
+    assert ids[0][:2] == [[104, 97], [105, 98]]
+    assert values[0][:2] == [[-0.5, NOTHING], [-1.0, NOTHING]]
+
+
+async def test_openais_client_puts_a_stream_together_again() -> None:
+    request = chat(input_ids=PROMPT, stream=True, logprobs=True, **EVERYTHING)
+    state = streaming.ChatCompletionStreamState()
+    for chunk in await chunks(request, *pieces(request, sample(request))):
+        state.handle_chunk(chats.ChatCompletionChunk.model_validate(chunk, strict=True))
+    (choice,) = state.get_final_completion().choices
+    assert (choice.message.content, choice.finish_reason) == ("hi", "stop")
+    assert choice.logprobs is not None
+    assert [entry.token for entry in choice.logprobs.content] == ["token_id:104", "token_id:105", "token_id:300"]
