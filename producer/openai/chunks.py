@@ -13,19 +13,10 @@ from ...messages.model import RolloutResult, join_segments
 from ..calls import Delta
 from .logprobs import Decode, TokenBytes
 from .request import Request
-from .response import (
-    ending,
-    prompt_fields,
-    response_id,
-    stop_place,
-    text_of,
-    token_fields,
-    usage,
-    weight_versions,
-)
+from .response import ending, prompt_fields, response_id, stop_place, text_of, token_fields, usage, weight_versions
 
 _INCOMPLETE = "\ufffd"
-WINDOW = 48
+WINDOW = 16
 """How many tokens are decoded again with every piece. A character or a word's leading space depends on fewer."""
 OBJECTS = {"chat": "chat.completion.chunk", "completion": "text_completion"}
 

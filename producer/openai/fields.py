@@ -30,14 +30,15 @@ WITHOUT_EFFECT = {
     "echo": "an answer does not repeat its prompt",
 }
 """Fields that would change the answer of OpenAI's service, and why they change nothing here. They are logged once."""
-SWITCHES = ("return_token_ids", "return_prompt_token_ids", "return_tokens_as_token_ids", "return_meta_info")
+_QUEUE = ("priority", "deadline_s", "min_version", "max_staleness", "trace_id")
 _OURS = frozenset(
     {"model", "messages", "prompt", "input_ids", "stream", "stream_options", "tools", "tool_choice", "session_id"}
     | {"functions", "function_call", "parallel_tool_calls", "continue_final_message", "add_generation_prompt"}
-    | {"chat_template", "chat_template_kwargs", "timeout", "weight_version", "return_weight_versions", *SWITCHES}
+    | {"chat_template", "chat_template_kwargs", "timeout", "weight_version", "tool_parser"}
+    | {"return_weight_versions", "return_token_ids", "return_prompt_token_ids", "return_tokens_as_token_ids"}
+    | {"return_meta_info", *_QUEUE}
 )
-_FIELDS = ("deadline_s", "min_version", "max_staleness", "trace_id", "tool_parser")
-_READ_HERE = _OURS | IGNORED | WITHOUT_EFFECT.keys() | {*_FIELDS}
+_READ_HERE = _OURS | IGNORED | WITHOUT_EFFECT.keys()
 MAX_TOP = 20
 MAX_UNKNOWN = 64
 """The most unknown names in one body, and the longest that may be a misspelt one."""
@@ -64,7 +65,7 @@ def fields_of(
     taken = _subjects(said)
     params = {name: value for name, value in (defaults or {}).items() if not taken & _subjects({name: value})} | said
     most = COMPLETION_TOKENS if kind == "completion" else REST_TOKENS if room is not None else None
-    if most is not None and not _LENGTHS & _subjects(params):
+    if most is not None and "sampling.max_new_tokens" not in _subjects(params):
         params["max_new_tokens"] = max(1, most if room is None else min(most, room))
     fields = job_fields(params, "openai")
     if said.get("logprobs") is None or said["logprobs"] is False:
@@ -72,15 +73,25 @@ def fields_of(
     fields.pop("stream", None)
     if switch(body, "stream"):
         fields["stream"] = True
-    if body.get("timeout") is not None:
-        fields["deadline_s"] = body["timeout"]
-    fields |= {name: body[name] for name in _FIELDS if body.get(name) is not None}
+    if body.get("tool_parser") is not None:
+        fields["tool_parser"] = body["tool_parser"]
     if (adapter := _adapter(body.get("model"), adapters)) is not None:
         fields.setdefault("lora", adapter)
-    return fields | _versions(body.get("weight_version"))
+    return fields | queue_fields(body)
 
 
-_LENGTHS = {"sampling.max_new_tokens"}
+def queue_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of any job that say when it runs: its priority, deadline and weights versions."""
+    fields = {"deadline_s": body["timeout"]} if body.get("timeout") is not None else {}
+    fields |= {name: body[name] for name in _QUEUE if body.get(name) is not None}
+    if type(priority := body.get("priority")) is int:  # vLLM's servers take the lowest number first
+        fields["priority"] = "high" if priority < 0 else "low" if priority > 0 else "normal"
+    wanted, names = body.get("weight_version"), ("exact_version", "min_version")
+    if wanted is None:
+        return fields
+    if not isinstance(wanted, Mapping) or not wanted.keys() <= {*names}:
+        raise InvalidField("weight_version", wanted, f"an object with {' or '.join(names)}, numbers")
+    return fields | next(({name: wanted[name]} for name in names if wanted.get(name) is not None), {})
 
 
 def switch(body: Mapping[str, Any], name: str) -> bool:
@@ -107,14 +118,12 @@ def _said(body: Mapping[str, Any]) -> dict[str, Any]:
     said = {name: value for name, value in said.items() if name not in _READ_HERE}
     if type(seed := said.get("seed")) is int and seed != -1:
         said["seed"] = seed % (1 << 63)
-    if type(priority := said.get("priority")) is int:
-        said["priority"] = -priority  # vLLM's servers take the lowest number first
     return said
 
 
 _QUIET: tuple[Any, ...] = (False, ["text"])
 """Values of fields without effect that ask for nothing else than what is done here."""
-_NAMES = sorted({name for name, rule in RULES.items() if rule.read or rule.refuse} | _OURS | {*_FIELDS})
+_NAMES = sorted({name for name, rule in RULES.items() if rule.read or rule.refuse} | _OURS)
 
 
 @lru_cache(1024)
@@ -159,13 +168,3 @@ def _adapter(model: Any, adapters: Container[str]) -> str | None:
     if not isinstance(model, str):
         return None
     return next((name for name in (model, model.rpartition(":")[2]) if name in adapters), None)
-
-
-def _versions(wanted: Any) -> dict[str, Any]:
-    """The body's {"min_version", "exact_version"} as fields of the job. The exact one wins."""
-    if wanted is None:
-        return {}
-    names = ("exact_version", "min_version")
-    if not isinstance(wanted, Mapping) or not wanted.keys() <= {*names}:
-        raise InvalidField("weight_version", wanted, f"an object with {' or '.join(names)}, numbers")
-    return next(({name: wanted[name]} for name in names if wanted.get(name) is not None), {})

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from math import isfinite
 from typing import Any
-
-import numpy as np
 
 Decode = Callable[[Sequence[int]], str]
 TokenBytes = Callable[[int], bytes]
@@ -45,14 +44,13 @@ class Tokens:
         ids = token_ids.tolist()
         top = None
         if "top_ids" in arrays:
-            rows = zip(arrays["top_ids"].tolist(), _finite(arrays["top_logprobs"]), strict=True)
-            top = [list(zip(names, values, strict=True)) for names, values in rows]
-        return cls(ids, _finite(logprobs) if logprobs is not None else [0.0] * len(ids), top)
+            rows = zip(arrays["top_ids"].tolist(), arrays["top_logprobs"].tolist(), strict=True)
+            top = [list(zip(names, _finite(values), strict=True)) for names, values in rows]
+        return cls(ids, _finite(logprobs.tolist()) if logprobs is not None else [0.0] * len(ids), top)
 
 
-def _finite(values: Any) -> list[Any]:
-    found: list[Any] = np.nan_to_num(values, nan=IMPOSSIBLE, posinf=IMPOSSIBLE, neginf=IMPOSSIBLE).tolist()
-    return found
+def _finite(values: list[float]) -> list[float]:
+    return [value if isfinite(value) else IMPOSSIBLE for value in values]
 
 
 def chat_logprobs(

@@ -107,7 +107,7 @@ def completion_request(
 
     Without max_tokens 16 tokens are generated, as at OpenAI. See `chat_request` for the rest.
     """
-    prompts = _prompts(body.get("prompt"))
+    prompts = prompts_of("prompt", body.get("prompt"))
     for name in _OF_CHATS:
         if body.get(name) is not None:
             raise InvalidField(name, body[name], "only in chat completions")
@@ -124,13 +124,7 @@ def completion_request(
 
 
 def _request(
-    kind: Kind,
-    jobs: Sequence[GenerateJob],
-    body: Mapping[str, Any],
-    tools: Tools,
-    *,
-    limit: int | None,
-    record: bool,
+    kind: Kind, jobs: Sequence[GenerateJob], body: Mapping[str, Any], tools: Tools, *, limit: int | None, record: bool
 ) -> Request:
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
@@ -190,7 +184,7 @@ def _chat_prompt(
     given = body.get("input_ids")
     messages, media = _messages(body.get("messages")) if given is None or body.get("messages") else ((), {})
     if given is not None:
-        if not _is_ids(given):
+        if not is_ids(given):
             raise InvalidField("input_ids", given, "a list of token ids, at least one")
         if media:
             raise InvalidField("input_ids", given, "absent beside media: their places are in messages")
@@ -287,17 +281,19 @@ _ECHOED = frozenset(
 )
 
 
-def _is_ids(value: Any) -> bool:
+def is_ids(value: Any) -> bool:
+    """Whether it is a list of token ids, at least one."""
     return isinstance(value, list | tuple) and all(type(token) is int for token in value) and len(value) > 0
 
 
-def _prompts(raw: Any) -> list[dict[str, Any]]:
+def prompts_of(name: str, raw: Any) -> list[dict[str, Any]]:
+    """A text, ids, or a list of either, as prompts of jobs. Raises InvalidField, which names the field."""
     if isinstance(raw, str) and raw:
         return [{"text": raw}]
-    if _is_ids(raw):
+    if is_ids(raw):
         return [{"token_ids": raw}]
     if isinstance(raw, list | tuple) and raw and all(isinstance(one, str) and one for one in raw):
         return [{"text": one} for one in raw]
-    if isinstance(raw, list | tuple) and raw and all(_is_ids(one) for one in raw):
+    if isinstance(raw, list | tuple) and raw and all(is_ids(one) for one in raw):
         return [{"token_ids": one} for one in raw]
-    raise InvalidField("prompt", raw, "a text, a list of token ids, or a list of texts or of lists of ids; none empty")
+    raise InvalidField(name, raw, "a text, a list of token ids, or a list of texts or of lists of ids; none empty")

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
 from ...messages.model import GenerateJob, RolloutResult, Segment
 from ..calls import Delta
 from .logprobs import Decode, TokenBytes, Tokens, chat_logprobs, completion_logprobs
@@ -30,12 +32,12 @@ def response(
         Log-probabilities show tokens as text with it, and as "token_id:<id>" without it. Its answers are kept.
     token_bytes: `bytes_reader` of the tokenizer. Without it, `bytes` of a token that is a part of a character is null.
     """
-    choices, prompts = [], []
+    choices, prompts, found = [], [], []
     for place, (job, samples) in enumerate(zip(request.jobs, results, strict=True)):
         prompts.append(prompt := _prompt_ids(job, samples))
-        for number, sample in enumerate(samples):
+        for number, given in enumerate(samples):
+            found.append(sample := given if given is not None else _not_begun(job, number))
             choices.append(_choice(request, place * job.n + number, sample, decode, token_bytes, prompt=prompt))
-    found = [sample for samples in results for sample in samples if sample is not None]
     answer: dict[str, Any] = {
         "id": response_id(request),
         "object": OBJECTS[request.kind],
@@ -76,11 +78,8 @@ def weight_versions(versions: Sequence[int]) -> dict[str, int]:
     """The oldest and the newest of the versions that sampled tokens of an answer. `weight_version` is the oldest."""
     if not versions:
         return {}
-    return {
-        "weight_version": min(versions),
-        "weight_version_start": min(versions),
-        "weight_version_end": max(versions),
-    }
+    oldest, newest = min(versions), max(versions)
+    return {"weight_version": oldest, "weight_version_start": oldest, "weight_version_end": newest}
 
 
 def text_of(request: Request, result: RolloutResult, decode: Decode | None) -> str:
@@ -110,15 +109,12 @@ def version_spans(segments: Iterable[Segment], start: int = 0) -> list[dict[str,
     return spans
 
 
-def ending(request: Request, result: RolloutResult | None, calls: bool) -> dict[str, Any]:
+def ending(request: Request, result: RolloutResult, calls: bool) -> dict[str, Any]:
     """`finish_reason`, and `stop_reason` as in vLLM's servers: a token id, a text, or a list of ids, and "abort"."""
-    finish: str = result.finish_reason if result is not None else "abort"
-    matched = result.matched_stop if result is not None else None
-    ends = {"abort": request.abort, "stop": request.tools.finish if calls else "stop"}
-    return {
-        "finish_reason": ends.get(finish, finish),
-        "stop_reason": finish if finish == "abort" else list(matched) if isinstance(matched, tuple) else matched,
-    }
+    finish, matched = result.finish_reason, result.matched_stop
+    shown = {"abort": request.abort, "stop": request.tools.finish if calls else "stop"}.get(finish, finish)
+    stop = "abort" if finish == "abort" else list(matched) if isinstance(matched, tuple) else matched
+    return {"finish_reason": shown, "stop_reason": stop}
 
 
 def token_fields(
@@ -136,12 +132,11 @@ def token_fields(
     """
     fields: dict[str, Any] = {"logprobs": None}
     if request.logprobs and (source.token_ids.size or isinstance(source, RolloutResult)):
-        tokens = Tokens.of(source.token_ids, source.logprobs, source.token_arrays)
-        fields["logprobs"] = (
-            chat_logprobs(tokens, decode, token_bytes, request.ids_as_tokens)
-            if request.kind == "chat"
-            else completion_logprobs(tokens, decode, offset, request.ids_as_tokens)
-        )
+        tokens, plain = Tokens.of(source.token_ids, source.logprobs, source.token_arrays), request.ids_as_tokens
+        if request.kind == "chat":
+            fields["logprobs"] = chat_logprobs(tokens, decode, token_bytes, plain)
+        else:
+            fields["logprobs"] = completion_logprobs(tokens, decode, offset, plain)
     if request.token_ids:
         fields["token_ids"] = fields["response_token_ids"] = source.token_ids.tolist()
     if request.versions:
@@ -157,60 +152,53 @@ def prompt_fields(request: Request, ids: list[int]) -> dict[str, Any]:
 def _choice(
     request: Request,
     index: int,
-    sample: RolloutResult | None,
+    sample: RolloutResult,
     decode: Decode | None,
     token_bytes: TokenBytes | None,
     *,
     prompt: list[int],
 ) -> dict[str, Any]:
-    text = text_of(request, sample, decode) if sample is not None else ""
+    text = text_of(request, sample, decode)
+    tokens = Tokens.of(sample.token_ids, sample.logprobs, {})
     choice: dict[str, Any] = {"index": index}
     calls: list[dict[str, Any]] = []
     if request.kind == "chat":
-        content, calls = request.tools.calls(sample, text) if sample is not None else (text, [])
+        content, calls = request.tools.calls(sample, text)
         choice["message"] = {"role": "assistant", "content": content} | request.tools.shown(calls)
-        if sample is not None and prompt and request.logprobs and request.ids_as_tokens:
-            choice["message"] |= _for_nemo_gym(sample, prompt)
+        if prompt and request.logprobs and request.ids_as_tokens:  # or NeMo-Gym tokenizes the conversation once more
+            ids = {"prompt_token_ids": prompt, "generation_token_ids": tokens.ids}
+            choice["message"] |= ids | {"generation_log_probs": tokens.logprobs}
     else:
         choice["text"] = text
     choice |= ending(request, sample, bool(calls)) | prompt_fields(request, prompt)
     if request.meta_info:
-        choice["meta_info"] = _meta_info(request, sample, prompt)
-    if sample is not None:
-        return choice | token_fields(request, sample, decode, token_bytes)
-    nothing = {"token_ids": [], "response_token_ids": []} if request.token_ids else {}
-    return choice | {"logprobs": None} | nothing | ({"weight_versions": []} if request.versions else {})
+        choice["meta_info"] = _meta_info(sample, len(prompt), tokens if request.logprobs else None)
+    return choice | token_fields(request, sample, decode, token_bytes)
 
 
-def _for_nemo_gym(sample: RolloutResult, prompt: list[int]) -> dict[str, Any]:
-    """What NeMo-Gym reads first. Without it, and without return_token_ids, it would tokenize the prompt once more."""
-    tokens = Tokens.of(sample.token_ids, sample.logprobs, {})
-    return {
-        "prompt_token_ids": prompt,
-        "generation_token_ids": tokens.ids,
-        "generation_log_probs": tokens.logprobs,
-    }
+def _not_begun(job: GenerateJob, number: int) -> RolloutResult:
+    """What stands for a sample that was aborted before it began."""
+    who = {"job_id": job.id, "sample": number, "n": job.n, "group_id": job.group, "worker_id": ""}
+    return RolloutResult(**who, attempt=1, token_ids=np.zeros(0, np.int32), finish_reason="abort")
 
 
-def _meta_info(request: Request, sample: RolloutResult | None, prompt: list[int]) -> dict[str, Any]:
-    """SGLang's `meta_info` of one sample, whose weight_version is a text."""
-    if sample is None:
-        return {"finish_reason": {"type": "abort"}, "prompt_tokens": len(prompt), "completion_tokens": 0}
-    tokens = Tokens.of(sample.token_ids, sample.logprobs, {})
-    versions: dict[str, Any] = weight_versions(sample.versions)
-    if versions:
-        versions["weight_version"] = str(versions["weight_version"])
-    if request.logprobs:
-        pairs = zip(tokens.logprobs, tokens.ids, strict=True)
-        versions["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
-    return {
+def _meta_info(sample: RolloutResult, prompt: int, tokens: Tokens | None) -> dict[str, Any]:
+    """SGLang's `meta_info` of one sample. tokens: with log-probabilities, if they are asked for."""
+    info = {
         "id": sample.job_id,
         "finish_reason": {"type": sample.finish_reason, "matched": sample.matched_stop},
-        "prompt_tokens": len(prompt),
-        "completion_tokens": len(tokens.ids),
+        "prompt_tokens": prompt,
+        "completion_tokens": sample.token_ids.size,
         "cached_tokens": sample.cached_tokens,
-        "weight_versions": [span | {"version": str(span["version"])} for span in version_spans(sample.segments)],
-    } | versions
+        **weight_versions(sample.versions),
+        "weight_versions": version_spans(sample.segments),
+    }
+    if "weight_version" in info:
+        info["weight_version"] = str(info["weight_version"])  # as SGLang has it
+    if tokens is not None:
+        pairs = zip(tokens.logprobs, tokens.ids, strict=True)
+        info["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
+    return info
 
 
 def _fingerprint(samples: Sequence[RolloutResult]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -218,16 +217,6 @@ async def test_a_call_of_a_function_in_the_older_form() -> None:
     assert last.finish_reason == "function_call"
     assert last.delta.function_call is not None
     assert last.delta.function_call.name == "add"
-
-
-def test_a_sample_that_was_aborted_before_it_began() -> None:
-    request = chat(return_token_ids=True)
-    answer = response(request, [[None]])
-    (choice,) = answer["choices"]
-    assert (choice["message"]["content"], choice["finish_reason"], choice["token_ids"]) == ("", "length", [])
-    assert choice["stop_reason"] == "abort"
-    assert response(replace(request, abort="abort"), [[None]])["choices"][0]["finish_reason"] == "abort"
-    assert answer["usage"]["completion_tokens"] == 0
 
 
 def test_calls_of_tools() -> None:
