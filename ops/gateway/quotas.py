@@ -29,7 +29,6 @@ LEASE_S = 60.0
 SETTLE_S = 0.5
 MOST = 10**12
 """Tokens of one request, and of a limit: Lua is exact beyond."""
-LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_running")
 _SAID = {
     "requests_per_minute": "Rate limit reached: {} requests per minute.",
     "tokens_per_minute": "Rate limit reached: {} tokens per minute, of which this request asks for up to {tokens}.",
@@ -72,7 +71,8 @@ class Quotas:
 
         Raises Refused: 429 with Retry-After where a limit is reached, 503 where Redis does not answer.
         """
-        limits = [getattr(tenant, name) or 0 for name in LIMITS]
+        rates = (tenant.requests_per_minute or 0, tenant.tokens_per_minute or 0)
+        limits = (*rates, tenant.tokens_per_day or 0, tenant.max_running or 0)
         if not any(limits):
             return Admission(tenant.name, "", tokens, 0)
         request, tokens = secrets.token_hex(8), min(tokens, MOST)
@@ -83,7 +83,7 @@ class Quotas:
             log.warning("no request of %s can be counted: %s", tenant.name, error)
             text = "The pool's Redis does not answer, so this request cannot be counted."
             raise Refused(503, "service_unavailable", text, retry_after_s=5) from None
-        headers = _headers(limits, (requests_left, tokens_left))
+        headers = _headers(rates, (requests_left, tokens_left))
         name = verdict.decode()
         if name == "ok":
             admission = Admission(tenant.name, request, tokens, day, headers)
@@ -129,10 +129,10 @@ class Quotas:
                 log.warning("Redis does not hear which requests have ended, and will: %s", error)
 
 
-def _headers(limits: list[int], left: tuple[int, int]) -> dict[str, str]:
-    """What OpenAI's clients read about their rates; the first two limits have such headers."""
-    found = {}
-    for name, limit, rest in zip(("requests", "tokens"), limits, left, strict=False):
-        if limit:
-            found |= {f"x-ratelimit-limit-{name}": str(limit), f"x-ratelimit-remaining-{name}": str(rest)}
+def _headers(rates: tuple[int, int], left: tuple[int, int]) -> dict[str, str]:
+    """What OpenAI's clients read about their rates."""
+    found: dict[str, str] = {}
+    for name, rate, rest in zip(("requests", "tokens"), rates, left, strict=True):
+        if rate:
+            found |= {f"x-ratelimit-limit-{name}": str(rate), f"x-ratelimit-remaining-{name}": str(rest)}
     return found
