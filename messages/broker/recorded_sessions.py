@@ -146,6 +146,11 @@ class RecordedSessions:
                 )
         return await asyncio.to_thread(_turns, rows[::2], rows[1::2])
 
+    async def close(self, tenant: str, session: str) -> bool:
+        """Have the session take no further turns; returns whether there is one."""
+        turns, *_ = await self._scripts.run(calls.take_session(_session(tenant, session), MAX_TURNS, self._idle_ms))
+        return bool(turns)
+
     async def forget(self, tenant: str, session: str) -> bool:
         """Delete a session with its turns, taken or not; returns whether there was one.
 
@@ -196,7 +201,7 @@ def _prefix_digests(ids: npt.NDArray[np.int32], ends: Iterable[int]) -> dict[int
     data, running, at = np.ascontiguousarray(ids, "<i4").view(np.uint8), blake2b(digest_size=16), 0
     found: dict[int, str] = {}
     for end in sorted({*ends}):
-        running.update(data[4 * at : 4 * end])
+        running.update(data[4 * at : 4 * end].data)
         at, found[end] = end, running.copy().hexdigest()
     return found
 

@@ -206,7 +206,7 @@ def answer_command(command_id: str, worker: str, reply: bytes, keep_s: int, most
 
 @_call
 def begin_request(
-    request: str, digest: bytes, owner: str, seed: str, prompts: bytes, most_bytes: int, lasts_ms: int
+    request: str, digest: bytes, owner: str, seed: str, prompts: bytes, most_bytes: int, lasts_ms: int, about: bytes
 ) -> None: ...
 @_call
 def finish_request(request: str, seed: str, answer: bytes, keep_ms: int) -> None: ...

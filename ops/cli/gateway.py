@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from json import loads
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ def gateway(
     keys: Annotated[Path | None, typer.Option(help="File of tenants and their keys; see docs/security.md.")] = None,
     new_key: Annotated[bool, typer.Option("--new-key", help="Print a new key and its line for that file.")] = False,
     served_model_name: Annotated[str, typer.Option(help="The model's name for clients; default: the workers'.")] = "",
+    defaults: Annotated[str, typer.Option(help="JSON object: fields of bodies that leave them out.")] = "{}",
     tokenizer: Annotated[str | None, typer.Option(help="Path or name; default: the model's, if it is here.")] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate in PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key in PEM.")] = None,
@@ -47,9 +49,15 @@ def gateway(
         raise ConfigError(f"--host {host}: other hosts than this one need --keys, so that not everybody is served")
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls-cert and --tls-key: both, or none")
+    try:
+        given = loads(defaults)
+    except ValueError as error:
+        raise ConfigError(f"--defaults {defaults}: no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"--defaults {defaults}: a JSON object is expected")
     tls = None if tls_cert is None or tls_key is None else Tls(tls_cert, tls_key, tls_client_ca)
     log_to_stderr(log_level)
-    served = Gateway(Settings(redis, pool, served_model_name, tokenizer, keys))
+    served = Gateway(Settings(redis, pool, served_model_name, tokenizer, keys, given))
     server = HttpServer(application(served), host, port, tls=tls)
     where = f"{'https' if tls else 'http'}://{host}:{server.port}/v1"
     say({"url": where}, [f"listening on {where}"], json)

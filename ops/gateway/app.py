@@ -18,7 +18,7 @@ from .call import ClientGone
 from .errors import told
 from .gateway import Gateway
 from .openai_door import OpenAIDoor, as_json
-from .refused import Refused
+from .refused import Refused, refusal
 from .versions import VersionNotReady
 
 PAGE = Path(__file__).with_name("openapi.json")
@@ -61,7 +61,7 @@ def application(gateway: Gateway) -> Starlette:
         *(Route(f"/{name}", blocked, methods=["GET", "POST"]) for name in BLOCKED),
     ]
     handlers = dict.fromkeys((RolloutMQError, RedisError, OSError, TimeoutError, HTTPException, ClientGone), _answered)
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers | {Exception: refusal})
 
 
 async def _answered(_: Http, error: Exception) -> Response:

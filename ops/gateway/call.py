@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from starlette.requests import Request as Http
 from ...messages.errors import InvalidField
 from .refused import Refused
 from .requests import Request
-from .tenants import Tenant
+from .tenants import Tenant, Tenants
 
 T = TypeVar("T")
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
@@ -32,6 +32,7 @@ class Call:
     """session: as a path, a header or the body names it. key: what the client calls its request, None if nothing.
 
     repeat: whether the client says that it has sent this before. request: as others know it, if they are to.
+    about: how its answer is shown.
     """
 
     http: Http
@@ -41,6 +42,7 @@ class Call:
     key: str | None
     repeat: bool
     request: Request | None = None
+    about: bytes = b""
 
     @property
     def kept(self) -> bool:
@@ -72,9 +74,14 @@ class Call:
             pass
 
 
-async def read_call(http: Http, tenant: Tenant) -> Call:
-    """Read a request with a JSON object as its body. Raises InvalidField, and Refused for what is no JSON."""
-    body = await read_json(http)
+async def read_call(http: Http, tenants: Tenants, defaults: Mapping[str, Any]) -> Call:
+    """Read a request with a JSON object as its body. Raises InvalidField, and Refused for what is no JSON.
+
+    defaults: fields that the body may leave out.
+    """
+    tenant = tenants.of(http.scope["headers"])
+    http.state.tenant = tenant.name
+    body = dict(defaults) | await read_json(http)
     session = http.path_params.get("session") or next(
         (http.headers[it] for it in SESSION_HEADERS if it in http.headers), None
     )

@@ -63,6 +63,10 @@ class PoolFacts:
         """LoRA adapter -> its committed version."""
         return dict((await self.read()).adapters_at)
 
+    async def honours(self, feature: str) -> bool:
+        """Whether a worker's engine does."""
+        return any(feature in worker.features for worker in (await self.read()).workers)
+
     async def unready(self) -> str | None:
         """Why this gateway should get no requests; None if it should."""
         if self.draining:

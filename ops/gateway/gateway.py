@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ...messages.broker import RecordedSessions, broker_of
-from ...messages.errors import ConfigError, JobFailed
-from ...messages.model import GenerateJob, JobFailure, RolloutResult
+from ...messages.errors import ConfigError, JobFailed, TurnRefused
+from ...messages.model import EmbedJob, GenerateJob, JobFailure, RolloutResult
 from ...messages.redis import connect, name_once, ping
 from ...producer.calls import Delta, Watched
 from ...producer.data import Texts
@@ -31,6 +31,7 @@ TOKENIZER_S = 30.0
 Results = list[list[RolloutResult]]
 """The samples of each of a request's jobs, in order."""
 T = TypeVar("T")
+J = TypeVar("J", GenerateJob, EmbedJob)
 
 
 class Gateway:
@@ -45,9 +46,9 @@ class Gateway:
         self.tenants = Tenants.load(settings.keys)
         self.quotas = Quotas(self._redis, settings.pool)
         self.requests = Requests(self._redis, settings.pool)
-        self._sessions = RecordedSessions(broker)
+        self.sessions = RecordedSessions(broker)
         self.core = Core(settings.redis, settings.pool, self._join)
-        self._gateways = Gateways(settings.redis, self.requests, record=self._record, renamed=self.core.close)
+        self._gateways = Gateways(settings.redis, self.requests, record=self._inherited, renamed=self._renamed)
         self._running: dict[str, asyncio.Task[Any]] = {}  # requests with keys, while this gateway runs them
         self._closing = False
         self._tokenizer: Any = None
@@ -74,10 +75,10 @@ class Gateway:
     async def results(self, call: Call, jobs: Sequence[GenerateJob]) -> Results:
         """The results of a call's jobs. Raises JobFailed, ClientGone, and what refuses jobs and keys."""
         if not call.kept:
-            return _results(_answer(await call.unless_gone(self.core.run(call.tenant.name, jobs))))
+            return results_of(_answer(await call.unless_gone(self.core.run(call.tenant.name, jobs))))
         request = await self.begin(call, jobs)
         try:
-            return _results(await call.unless_gone(self._wait(call, jobs, request)))
+            return results_of(await call.unless_gone(self._wait(call, jobs, request)))
         except ClientGone:
             if call.key is None and (task := self._running.get(request.id)) is not None:
                 task.cancel()
@@ -112,10 +113,11 @@ class Gateway:
             member.core.client_id,
             prompts=[job.token_ids for job in jobs],
             only_new=call.key is None and not call.repeat,
+            about=call.about if call.key is not None else b"",
         )
         return call.request
 
-    def job(self, call: Call, job: GenerateJob) -> GenerateJob:
+    def job(self, call: Call, job: J) -> J:
         """A job of a call, with what its tenant has and what every request here has."""
         more: dict[str, Any] = {} if job.deadline_s is not None else {"deadline_s": self.settings.deadline_s}
         if call.tenant.priority is not None:
@@ -141,6 +143,13 @@ class Gateway:
             return _answer(await self.core.run(request.tenant, named(request, jobs), self._keep(request)))
 
         return self._mine(request, work())
+
+    async def cancel(self, request: Request) -> None:
+        """End a request, whoever runs it, and forget its answer."""
+        if request.state == "running":
+            member = await self.core.member(request.tenant)
+            await member.core.broker.cancel(request.job_ids, "cancelled by its client")
+        await self.requests.drop(request)
 
     async def delivered(self, call: Call) -> None:
         """The client has its answer. If it gave its request no key, it cannot ask for the answer again."""
@@ -183,10 +192,22 @@ class Gateway:
         async def keep(groups: list[Group]) -> None:
             answer = _answer(groups)
             if not isinstance(answer, JobFailure):
-                await self._record(request, answer)
+                await self._record(request, results_of(answer))
             await self.requests.finish(request, answer)
 
         return keep
+
+    async def _inherited(self, request: Request, results: Results) -> Answer:
+        """The answer to a request of a gateway that died."""
+        try:
+            await self._record(request, results)
+        except TurnRefused as refused:
+            return JobFailure(job_id=request.job_ids[0], outcome="dead", cause="refused", error=str(refused))
+        return [list(samples) for samples in results]
+
+    def _renamed(self, _: list[str]) -> None:
+        """Others have inherited from this gateway: what its clients still get is not its own."""
+        self._closing_clients = asyncio.create_task(self.core.close())
 
     async def _record(self, request: Request, results: Results) -> None:
         """Add the samples of a session's request to the session. Raises TurnRefused."""
@@ -194,7 +215,7 @@ class Gateway:
             for sample in samples:
                 if sample.session_id is not None:
                     key = f"{request.seed}.{place}.{sample.sample}"
-                    await self._sessions.record(request.tenant, sample.session_id, key, sample)
+                    await self.sessions.record(request.tenant, sample.session_id, key, sample)
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
@@ -214,13 +235,14 @@ def _answer(groups: Sequence[Group]) -> Answer:
     return failures[0] if failures else [list(group.results) for group in groups]
 
 
-def _results(answer: Answer) -> Results:
+def results_of(answer: Answer) -> Results:
+    """The results in an answer. Raises JobFailed."""
     if isinstance(answer, JobFailure):
         raise JobFailed(answer)
-    return answer
+    return cast(Results, answer)
 
 
 async def _deltas(answer: Answer) -> AsyncGenerator[Delta]:
     """What a stream would have given of jobs that have ended: a delta for each sample."""
-    for sample in (sample for samples in _results(answer) for sample in samples):
+    for sample in (sample for samples in results_of(answer) for sample in samples):
         yield Watched(sample.job_id, sample.sample).finish(sample)

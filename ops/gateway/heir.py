@@ -168,7 +168,7 @@ class Gateways:
 def _answer(request: Request, group: Group) -> list[list[RolloutResult]] | JobFailure | None:
     """What came of a request; None if that is not all of it."""
     jobs: dict[str, list[RolloutResult]] = {job_id: [] for job_id in request.job_ids}
-    if {it.job_id for it in (*group.results, *group.failures)} != jobs.keys():
+    if {it.job_id for outcomes in (group.results, group.failures) for it in outcomes} != jobs.keys():
         return None
     if group.failures:
         return group.failures[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import secrets
+import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
@@ -17,16 +18,37 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...messages.errors import InvalidField, RolloutMQError
-from ...producer.calls import Delta
-from ...producer.openai import Request, bytes_reader, chat_request, completion_request, response, stream_chunks
+from ...messages.model import EmbedResult
+from ...messages.redis import name_once
+from ...producer.calls import Delta, tasks
+from ...producer.openai import (
+    Render,
+    Request,
+    bytes_reader,
+    chat_request,
+    completion_request,
+    detokenize,
+    embedding_job,
+    embedding_response,
+    model_list,
+    response,
+    stream_chunks,
+    tokenize,
+)
 from .call import Call, read_call
 from .errors import told
-from .gateway import Gateway, Results, named
+from .gateway import Gateway, named, results_of
 from .quotas import Admission
 from .refused import Refused
+from .requests import Request as Begun
+from .requests import id_of
 from .versions import check_versions, wait_s
 
-log = logging.getLogger(__name__)
+MOST_WAIT_S = 600.0
+PROMPTS = frozenset(
+    {"messages", "prompt", "input_ids", "continue_final_message", "add_generation_prompt", "chat_template_kwargs"}
+)
+"""What of a body says nothing of how its answer is shown."""
 PING_S = 15
 """A comment in a stream that is silent for so long, so that nothing between takes it for dead."""
 Later = Callable[[], Any]
@@ -58,36 +80,46 @@ class OpenAIDoor:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._started = int(time.time())
 
     def routes(self) -> list[Route]:
         """All of them, those about a model also under /sessions/{session}."""
-        posts = [
+        about_models = [
             Route("/v1/chat/completions", partial(self._generate, kind="chat"), methods=["POST"]),
             Route("/v1/completions", partial(self._generate, kind="completion"), methods=["POST"]),
+            Route("/v1/embeddings", self._embed, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
         ]
-        inside = [Route("/sessions/{session}" + it.path, it.endpoint, methods=["POST"]) for it in posts]
-        models = [Route(path, self._models) for path in ("/v1/models", "/sessions/{session}/v1/models")]
-        return [*posts, *inside, *models, Route("/v1/requests/{id}", self._request, methods=["GET", "DELETE"])]
+        return [
+            *about_models,
+            *(Route("/sessions/{session}" + it.path, it.endpoint, methods=it.methods) for it in about_models),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/v1/requests/{key}", self._fetch, methods=["GET"]),
+            Route("/v1/requests/{key}", self._cancel, methods=["DELETE"]),
+            Route("/finish_session", self._finish_session, methods=["POST"]),
+        ]
+
+    # --- generating ------------------------------------------------------------------------------------------------
 
     async def _generate(self, http: Http, kind: str) -> Response:
         gateway = self._gateway
-        call = await read_call(http, gateway.tenants.of(http.scope["headers"]))
-        http.state.tenant = call.tenant.name
+        call = await read_call(http, gateway.tenants, gateway.settings.defaults)
         request = await self._read(call, kind)
-        request = replace(request, jobs=tuple(gateway.job(call, job) for job in request.jobs))
         if call.body.get("weight_version") is not None:
             await call.unless_gone(check_versions(gateway.facts, request.jobs, wait_s(http.headers)))
         admission = await gateway.quotas.admit(call.tenant, _most(request))
-        if call.body.get("enqueue"):
-            return await self._enqueue(call, request, admission)
         try:
+            if call.body.get("enqueue"):
+                return await self._enqueue(call, request, admission)
             if request.stream:
-                return await self._stream(call, request, admission)
+                deltas = await gateway.stream(call, request.jobs)
+                return Events(self._events(call, _as_run(call, request), deltas, admission), admission.headers)
             results = await gateway.results(call, request.jobs)
         except BaseException:
             admission.settle(0)
             raise
-        answer = await self._whole(_as_run(call, request), results)
+        answer = response(_as_run(call, request), results, *await self._decoding())
         admission.settle(answer["usage"]["total_tokens"])
         return as_json(answer, headers=admission.headers, then=partial(gateway.delivered, call))
 
@@ -101,24 +133,18 @@ class OpenAIDoor:
             raise Refused(404, "model_not_found", f"The model {said!r} does not exist here: {here}.", param="model")
         if body.get("chat_template") is not None:
             raise InvalidField("chat_template", body["chat_template"], "absent: a template is a program")
+        if body.get("seed") is not None and not await gateway.facts.honours("seed"):
+            name_once("seeds of requests have no effect: no worker's engine is deterministic")
+            del body["seed"]
+        call.about = orjson.dumps({"kind": kind} | {name: it for name, it in body.items() if name not in PROMPTS})
         tokenizer = await gateway.tokenizer()
-        more: dict[str, Any] = {"adapters": adapters, "record": call.session is not None}
-        if kind == "completion":
-            return completion_request(body, context_length=model.context or None, **more)
-        if tokenizer is None:
-            return chat_request(body, **more)
-        render = gateway.texts.encode_chat
-        more |= {"render": render, "context_length": model.context or None}
-        return await asyncio.to_thread(chat_request, body, **more)
-
-    async def _whole(self, request: Request, results: Results) -> dict[str, Any]:
-        decode, token_bytes = await self._decoding()
-        return response(request, results, decode, token_bytes)
-
-    async def _stream(self, call: Call, request: Request, admission: Admission) -> Response:
-        deltas = await self._gateway.stream(call, request.jobs)
-        request = _as_run(call, request)
-        return Events(self._events(call, request, deltas, admission), admission.headers)
+        context = model.context or None
+        request = await asyncio.to_thread(
+            _request, kind, body, context if tokenizer is not None or kind == "completion" else None,
+            gateway.texts.encode_chat if tokenizer is not None else None,
+            adapters=adapters, record=call.session is not None,
+        )  # fmt: skip
+        return replace(request, jobs=tuple(gateway.job(call, job) for job in request.jobs))
 
     async def _events(
         self, call: Call, request: Request, deltas: AsyncGenerator[Delta], admission: Admission
@@ -143,38 +169,119 @@ class OpenAIDoor:
             await deltas.aclose()
             admission.settle(used)
 
-    async def _enqueue(self, call: Call, request: Request, admission: Admission) -> Response:
-        """Accept a request whose answer is fetched later."""
-        gateway = self._gateway
-        try:
-            found = await gateway.begin(call, request.jobs)
-        except BaseException:
-            admission.settle(0)
-            raise
-        if found.state == "new":
-            task = gateway.run(found, request.jobs)
-            task.add_done_callback(lambda _: admission.settle())
-        else:
-            admission.settle(0)
-        return as_json({"id": found.id, "object": "request", "status": "queued"}, 202, admission.headers)
-
-    async def _request(self, http: Http) -> Response:
-        """An enqueued request's answer, or its end."""
-        raise Refused(404, "no_such_request", "not yet")
-
-    async def _models(self, http: Http) -> Response:
-        tenant = self._gateway.tenants.of(http.scope["headers"])
-        http.state.tenant = tenant.name
-        model, adapters = await self._gateway.facts.model(), await self._gateway.facts.adapters()
-        one = {"object": "model", "created": 0, "owned_by": "rolloutmq", "max_model_len": model.context}
-        own = [{"id": model.name, "root": model.path, "parent": None, **one}] if model.name else []
-        found = own + [{"id": it, "root": it, "parent": model.name, **one} for it in sorted(adapters)]
-        return as_json({"object": "list", "data": found})
-
     async def _decoding(self) -> tuple[Any, Any]:
         """How ids are shown: as text, where the gateway has the model's tokenizer."""
         tokenizer = await self._gateway.tokenizer()
         return (None, None) if tokenizer is None else (self._gateway.texts.decode, bytes_reader(tokenizer))
+
+    # --- answers later ---------------------------------------------------------------------------------------------
+
+    async def _enqueue(self, call: Call, request: Request, admission: Admission) -> Response:
+        call.key = call.key or secrets.token_hex(16)
+        begun = await self._gateway.begin(call, request.jobs)
+        if begun.state == "new":
+            self._gateway.run(begun, request.jobs).add_done_callback(lambda _: admission.settle())
+        else:
+            admission.settle(0)
+        return as_json({"id": begun.id, "object": "request", "status": "queued"}, 202, admission.headers)
+
+    async def _fetch(self, http: Http) -> Response:
+        begun = await self._begun(http)
+        try:
+            wait = float(http.query_params.get("wait", "0"))
+        except ValueError:
+            wait = -1.0
+        if not 0 <= wait <= MOST_WAIT_S:
+            raise InvalidField("wait", http.query_params["wait"], f"seconds from 0 to {MOST_WAIT_S:g}")
+        answer = begun.answer or await self._gateway.requests.wait(begun, wait)
+        if answer is None:
+            return as_json({"id": begun.id, "object": "request", "status": "running"}, 202)
+        results = results_of(answer)
+        about = orjson.loads(begun.about)
+        kind = about.pop("kind")
+        asked = {"messages": [{"role": "user", "content": "-"}]} if kind == "chat" else {"prompt": ["-"] * len(results)}
+        request = _request(kind, about | asked, None, None, adapters=await self._gateway.facts.adapters(), record=False)
+        ids = [samples[0].job_id for samples in results]
+        jobs = tuple(job.model_copy(update={"id": it}) for job, it in zip(request.jobs, ids, strict=True))
+        return as_json(response(replace(request, jobs=jobs), results, *await self._decoding()))
+
+    async def _cancel(self, http: Http) -> Response:
+        begun = await self._begun(http)
+        await self._gateway.cancel(begun)
+        return as_json({"id": begun.id, "object": "request", "status": "cancelled"})
+
+    async def _begun(self, http: Http) -> Begun:
+        """The request that a path names: by its key, or by its id."""
+        tenant, key = self._tenant(http), http.path_params["key"]
+        for name in (id_of(key), key):
+            if (found := await self._gateway.requests.look(tenant, name)) is not None:
+                return found
+        raise Refused(404, "no_such_request", f"Nobody knows a request {key!r}; answers are kept for ten minutes.")
+
+    # --- the rest --------------------------------------------------------------------------------------------------
+
+    async def _embed(self, http: Http) -> Response:
+        gateway = self._gateway
+        call = await read_call(http, gateway.tenants, {})
+        job = embedding_job(call.body)
+        admission = await gateway.quotas.admit(call.tenant, sum(map(len, job.token_ids or ())))
+        member = await gateway.core.member(call.tenant.name)
+        used = None
+        try:
+            results = await call.unless_gone(tasks.run_tasks(member.core, [gateway.job(call, job)], EmbedResult))
+            answer = embedding_response({"model": (await gateway.facts.model()).name} | call.body, results)
+            used = answer["usage"]["total_tokens"]
+        finally:
+            admission.settle(used or 0)
+        return as_json(answer, headers=admission.headers)
+
+    async def _models(self, http: Http) -> Response:
+        self._tenant(http)
+        model, adapters = await self._gateway.facts.model(), await self._gateway.facts.adapters()
+        if not model.name:
+            return as_json({"object": "list", "data": []})
+        return as_json(model_list(model.name, model.context, self._started, sorted(adapters)))
+
+    async def _tokenize(self, http: Http) -> Response:
+        call = await read_call(http, self._gateway.tenants, {})
+        tokenizer, texts = await self._needed_tokenizer(), self._gateway.texts
+        context = (await self._gateway.facts.model()).context
+
+        def encode(text: str, special: bool) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+        if call.body.get("chat_template") is not None:
+            raise InvalidField("chat_template", call.body["chat_template"], "absent: a template is a program")
+        return as_json(
+            await asyncio.to_thread(
+                tokenize, call.body, encode, texts.encode_chat, context, tokenizer.convert_ids_to_tokens
+            )
+        )
+
+    async def _detokenize(self, http: Http) -> Response:
+        call = await read_call(http, self._gateway.tenants, {})
+        tokenizer = await self._needed_tokenizer()
+        return as_json(await asyncio.to_thread(detokenize, call.body, lambda ids: str(tokenizer.decode(list(ids)))))
+
+    async def _needed_tokenizer(self) -> Any:
+        if (tokenizer := await self._gateway.tokenizer()) is None:
+            raise Refused(503, "no_tokenizer", "This gateway has no tokenizer: start it with --tokenizer.")
+        return tokenizer
+
+    async def _finish_session(self, http: Http) -> Response:
+        tenant, session = self._tenant(http), http.query_params.get("session_id", "")
+        await self._gateway.sessions.close(tenant, session)
+        return as_json({"status": "ok"})
+
+    def _tenant(self, http: Http) -> str:
+        name = http.state.tenant = self._gateway.tenants.of(http.scope["headers"]).name
+        return name
+
+
+def _request(kind: str, body: dict[str, Any], context: int | None, render: Render | None, **more: Any) -> Request:
+    if kind == "completion":
+        return completion_request(body, context_length=context, **more)
+    return chat_request(body, render=render, context_length=context, **more)
 
 
 def _as_run(call: Call, request: Request) -> Request:

@@ -47,6 +47,7 @@ class Request:
     state: "new": the caller is to run it; "running": a gateway does; "done": `answer` is there.
     id: 32 hex digits, from its key. owner: the client of the gateway that runs it. seed: tells it from an earlier or
     later one under the same key. prompts: of each of its jobs, (p,) int32, or None where the worker makes the tokens.
+    about: how its answer is shown, as whoever began it wrote that.
     """
 
     tenant: str
@@ -56,6 +57,7 @@ class Request:
     seed: str
     prompts: tuple[TokenIds | None, ...] = (None,)
     answer: Answer | None = None
+    about: bytes = b""
 
     @property
     def job_ids(self) -> list[str]:
@@ -94,6 +96,7 @@ class Requests:
         *,
         prompts: Sequence[TokenIds | None] = (None,),
         only_new: bool = False,
+        about: bytes = b"",
     ) -> Request:
         """Begin the request with this key, or find it.
 
@@ -104,16 +107,16 @@ class Requests:
         """
         if not 0 < len(prompts) <= MAX_JOBS:
             raise InvalidField("prompts", len(prompts), f"1 to {MAX_JOBS} jobs of a request")
-        name, seed = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:32], new_id()
+        name, seed = id_of(key), new_id()
         where, packed = f"{tenant}/{name}", pack_prompts(prompts)
-        begin = calls.begin_request(where, digest, owner, seed, packed, self._most_bytes, RUNS_S * 1000)
+        begin = calls.begin_request(where, digest, owner, seed, packed, self._most_bytes, RUNS_S * 1000, about)
         found = await self.scripts.run(begin)
         state = text(found[0])
         if state == "full":
             kept = f"answers that are kept hold {found[1]} bytes, at most {self._most_bytes}"
             raise PoolBusy(f"pool {self.keys.pool}: {kept}: later there is room again", [], "answers")
         if only_new and state != "new":
-            return await self.begin(tenant, secrets.token_hex(16), digest, owner, prompts=prompts)
+            return await self.begin(tenant, secrets.token_hex(16), digest, owner, prompts=prompts, about=about)
         if state == "other":
             raise KeyReused("key", key, "the key of one request: a request with another body needs another key")
         answer = unpack(found[3]) if state == "done" else None
@@ -144,13 +147,15 @@ class Requests:
         """The request as it is now; None if nobody knows it. Raises MessageError for an answer that cannot be read."""
         if not is_id(id):
             return None
-        owner, seed, answer, prompts = await self._read(f"{tenant}/{id}", "owner", "seed", "answer", "prompts")
+        names = ("owner", "seed", "answer", "prompts", "about")
+        owner, seed, answer, prompts, about = await self._read(f"{tenant}/{id}", *names)
         if not is_id(text(seed)):
             return None
         if answer is not None:
-            return Request(tenant, id, "done", text(owner), text(seed), (), unpack(answer))
+            return Request(tenant, id, "done", text(owner), text(seed), (), unpack(answer), about or b"")
         try:
-            return Request(tenant, id, "running", text(owner), text(seed), unpack_prompts(prompts or b""))
+            given = unpack_prompts(prompts or b"")
+            return Request(tenant, id, "running", text(owner), text(seed), given, about=about or b"")
         except MessageError as error:
             name_once(f"request {tenant}/{id}: {error}")
             return None
@@ -174,6 +179,11 @@ class Requests:
 
     async def _read(self, place: str, *names: str) -> list[bytes | None]:
         return await _lenient(self.redis.hmget(self.keys.request(place), names), [None] * len(names))
+
+
+def id_of(key: str) -> str:
+    """The id of the request with this key."""
+    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 async def _lenient(asked: Awaitable[T], instead: T) -> T:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """redis, pool: the pool. name: what clients call the model; "" for what the workers call it. tokenizer: its path or
     name, None for the model's own if it is on this host. keys: the file of tenants and their keys, see Tenants.
-    deadline_s: of requests that name none, in seconds.
+    defaults: fields of bodies that leave them out. deadline_s: of requests that name none, in seconds.
     """
 
     redis: str
@@ -18,4 +20,5 @@ class Settings:
     name: str = ""
     tokenizer: str | None = None
     keys: Path | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     deadline_s: float = 3600.0

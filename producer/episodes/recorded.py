@@ -52,7 +52,8 @@ class RecordedSession:
         for leaf in range(len(self.turns)):
             if leaf in inner:
                 continue
-            path, at = list[int](), leaf
+            path = list[int]()
+            at: int | None = leaf
             while at is not None and at not in trained:
                 path.append(at)
                 at = self.parents[at]

@@ -13,12 +13,13 @@ from .embeddings import embedding_job, embedding_response
 from .errors import error_of, refusal, version_not_ready
 from .logprobs import Tokens, bytes_reader
 from .models import model_list
-from .request import Request, chat_request, completion_request
+from .request import Render, Request, chat_request, completion_request
 from .response import response, version_spans
 from .tokens import detokenize, tokenize
 
 __all__ = [
     "GrowingText",
+    "Render",
     "Request",
     "Tokens",
     "bytes_reader",

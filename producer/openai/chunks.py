@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -78,7 +77,7 @@ class Chunks:
         self._chars: dict[int, int] = {}
         self._unsent: dict[int, Delta] = {}  # tokens whose text cannot be shown yet
         self._results: dict[str, dict[int, RolloutResult]] = {job.id: {} for job in request.jobs}
-        self._created = int(time.time())
+        self._created = created(request)
 
     def opening(self) -> list[dict[str, Any]]:
         """The first chunks of a chat, one with the role for each choice. A completion has none."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...messages.ids import is_id
 from ...messages.model import GenerateJob, RolloutResult, Segment
 from ..calls import Delta
 from .logprobs import Decode, TokenBytes, Tokens, chat_logprobs, completion_logprobs
@@ -41,7 +42,7 @@ def response(
     answer: dict[str, Any] = {
         "id": response_id(request),
         "object": OBJECTS[request.kind],
-        "created": int(time.time()),
+        "created": created(request),
         "model": request.model,
         "choices": choices,
         "usage": usage(request.jobs, results),
@@ -51,6 +52,11 @@ def response(
     if request.token_ids:
         answer["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
     return answer
+
+
+def created(request: Request) -> int:
+    """Unix time in seconds: as its jobs' ids say it, so that an answer which is asked for again is the same."""
+    return int(request.jobs[0].id[:12], 16) // 1000 if is_id(request.jobs[0].id) else int(time.time())
 
 
 def response_id(request: Request) -> str:

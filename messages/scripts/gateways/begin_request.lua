@@ -1,7 +1,8 @@
 -- Begin a request with a key, or say what has become of it.
--- ARGV: prefix, request, digest, owner, seed, prompts, most_bytes, lasts_ms
+-- ARGV: prefix, request, digest, owner, seed, prompts, most_bytes, lasts_ms, about
 -- request: <tenant>/<id>. digest: of its body. owner: the client of a gateway that is to run it. seed: what its jobs' ids
 -- come from. most_bytes: no request begins while the answers that are kept have more. lasts_ms: how long it may run.
+-- about: how its answer is shown.
 -- Returns {state, seed, owner, answer}: new, running or done; other: it has another body; or {full, bytes}.
 local FORGET = 64              -- entries of answers that are gone, in one call
 local key, owner = KEY.request .. ARGV[2], ARGV[4]
@@ -22,6 +23,6 @@ if bytes > ARGV[7] + 0 then
   redis.call('HSET', load_key, 'answers', 0)
 end
 redis.call('DEL', key)
-redis.call('HSET', key, 'digest', ARGV[3], 'owner', owner, 'seed', ARGV[5], 'prompts', ARGV[6])
+redis.call('HSET', key, 'digest', ARGV[3], 'owner', owner, 'seed', ARGV[5], 'prompts', ARGV[6], 'about', ARGV[9])
 redis.call('PEXPIRE', key, ARGV[8])
 return {'new', ARGV[5], owner}
