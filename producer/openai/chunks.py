@@ -12,7 +12,17 @@ from ...messages.model import RolloutResult, join_segments
 from ..calls import Delta
 from .logprobs import Decode, TokenBytes
 from .request import Request
-from .response import ending, prompt_fields, response_id, stop_place, text_of, token_fields, usage, weight_versions
+from .response import (
+    created,
+    ending,
+    prompt_fields,
+    response_id,
+    stop_place,
+    text_of,
+    token_fields,
+    usage,
+    weight_versions,
+)
 
 _INCOMPLETE = "\ufffd"
 WINDOW = 16
