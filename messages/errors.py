@@ -136,6 +136,34 @@ class CannotRequeue(RolloutMQError):
     """A letter's payload cannot become a job. The text says why. The letter can be shown and dropped."""
 
 
+class NoSuchSession(RolloutMQError):
+    """There is no such recorded session: no turn has come to it yet, or it has expired. forgotten: or it was deleted
+    within the last hour."""
+
+    def __init__(self, message: str, forgotten: bool = False) -> None:
+        super().__init__(message)
+        self.forgotten = forgotten
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (str(self), self.forgotten))
+
+
+class TurnRefused(RolloutMQError):
+    """A turn was not recorded.
+
+    reason: "taken" (the session was taken or forgotten: it takes no further turns), "turns", "tokens" or "bytes" (the
+    session is as long as one may be), "pool" (all sessions together have their part of the pool's bytes) or "memory"
+    (Redis' maxmemory). After the last two it can be recorded later.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (str(self), self.reason))
+
+
 # --- engine ---------------------------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,8 @@ async def read_state(broker: Broker) -> dict[str, Any]:
         "open_jobs": load.open_jobs,
         "open_bytes": load.open_bytes,
         "unread_bytes": load.unread_bytes,
+        "session_bytes": load.session_bytes,
+        "sessions_expired": load.sessions_expired,
         "set_aside": load.set_aside,
         "reasons": [asdict(one) | {"told": one.told(reading.at)} for one in reasons(reading)],
         "waiting_for_engines": [asdict(one) for one in reading.needs],
@@ -70,6 +72,9 @@ def status_lines(state: dict[str, Any]) -> Iterator[str]:
         yield from _wrapped(f"{'why jobs wait' if reason['stops'] else 'problem'}: {reason['told']}")
     if state["unread_bytes"]:
         yield f"results that wait for their clients: {state['unread_bytes']:,} bytes"
+    if state["session_bytes"] or state["sessions_expired"]:
+        lost = f"{state['sessions_expired']} ended with nobody having taken them"
+        yield from _wrapped(f"recorded sessions: {state['session_bytes']:,} bytes", lost)
     if state["set_aside"]:
         yield f"keys set aside, as nobody could use them: {state['set_aside']}; see  rolloutmq ops run audit-broker"
     for waiting in state["waiting_for_engines"]:

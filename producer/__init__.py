@@ -10,7 +10,7 @@ from .blocking import (
 from .calls import Delta, Prompt, Session, similarity
 from .client import RolloutClient
 from .control import Answer, Answers, CommandFailed, PoolAudit, PoolControl
-from .episodes import Environment, Episode, EpisodeLimits
+from .episodes import Environment, Episode, EpisodeLimits, RecordedSession
 from .inbox import Group, Handle, JobHandle, Outcome
 from .training import GroupRules, RolloutFeed, Staleness, TrainGroup, rewards_differ
 
@@ -35,6 +35,7 @@ __all__ = [
     "PoolAudit",
     "PoolControl",
     "Prompt",
+    "RecordedSession",
     "RolloutClient",
     "RolloutFeed",
     "Session",

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..messages.arguments import checks_arguments
-from ..messages.broker import Broker, Caps, PoolLoad
+from ..messages.broker import Broker, Caps, PoolLoad, RecordedSessions, SessionSummary
 from ..messages.errors import RolloutMQError
 from ..messages.journal import Journal
 from ..messages.model import (
@@ -29,7 +29,7 @@ from ..messages.model import (
 from .calls import Delta, Groups, Mapped, Prompt, Results, Session, Streams, as_jobs, generate, tasks
 from .control import PoolControl
 from .core import ClientCore, jobs_given
-from .episodes import Environment, Episode, EpisodeLimits, run_episodes
+from .episodes import Environment, Episode, EpisodeLimits, RecordedSession, run_episodes, take_session
 from .inbox import Group, Handle, JobHandle, Outcome
 from .training import GroupRules, RolloutFeed, Staleness
 
@@ -315,16 +315,26 @@ class RolloutClient:
         as long as the environment does the same again. Raises InvalidField, and RedisUnavailable.
         """
         return run_episodes(
-            self._core,
-            tasks,
-            environment,
-            n=n,
-            limits=limits,
-            run=run,
-            start=start,
-            concurrency=concurrency,
+            self._core, tasks, environment, n=n, limits=limits, run=run, start=start, concurrency=concurrency,
             fields=fields,
-        )
+        )  # fmt: skip
+
+    # --- recorded sessions -----------------------------------------------------------------------------------------
+
+    def sessions(self, tenant: str = "default") -> AsyncGenerator[SessionSummary]:
+        """Sessions that gateways have recorded for a tenant, in no order; see SessionSummary. Raises InvalidField."""
+        return RecordedSessions(self.broker).listed(tenant)
+
+    async def take_session(self, name: str, tenant: str = "default", *, timeout: float | None = 0.0) -> RecordedSession:
+        """Close a recorded session, which takes no turns from then on, and return it; again as often as it is asked.
+
+        timeout: seconds to wait for its first turn. Raises InvalidField, NoSuchSession, or WaitTimeout after a wait.
+        """
+        return await take_session(RecordedSessions(self.broker), name, tenant, timeout)
+
+    async def forget_session(self, name: str, tenant: str = "default") -> bool:
+        """Delete a recorded session; returns whether there was one. For an hour its name takes no further turns."""
+        return await RecordedSessions(self.broker).forget(tenant, name)
 
     # --- a trainer's feed ------------------------------------------------------------------------------------------
 
@@ -341,14 +351,9 @@ class RolloutClient:
     # --- embeddings, scores, rewards -------------------------------------------------------------------------------
 
     async def embed(
-        self,
-        inputs: Sequence[Any],
-        *,
-        dimensions: int | None = None,
-        normalize: bool = True,
-        timeout: float | None = None,
-        **fields: Unpack[QueueFields],
-    ) -> npt.NDArray[np.float32]:
+        self, inputs: Sequence[Any], *, dimensions: int | None = None, normalize: bool = True,
+        timeout: float | None = None, **fields: Unpack[QueueFields],
+    ) -> npt.NDArray[np.float32]:  # fmt: skip
         """(n, d) float32: the embedding of each input, in order.
 
         inputs: texts, sequences of token ids, or conversations (sequences of chat messages), all of one kind.
@@ -359,12 +364,7 @@ class RolloutClient:
         return await tasks.embed(self._core, inputs, dimensions, normalize, timeout, **fields)
 
     async def score(
-        self,
-        prompt: Any,
-        continuations: Sequence[Any],
-        *,
-        timeout: float | None = None,
-        **fields: Unpack[QueueFields],
+        self, prompt: Any, continuations: Sequence[Any], *, timeout: float | None = None, **fields: Unpack[QueueFields]
     ) -> list[ScoreResult]:
         """How likely each continuation of `prompt` is: log-probabilities per token, their sum and mean, the version.
 

@@ -261,13 +261,14 @@ class ClientCore:
         else:
             self.reader.ack_received(out, crossing)
 
-    async def give_up(self, job_ids: Sequence[str]) -> None:
+    async def give_up(self, job_ids: Sequence[str], *, ended_too: bool = False) -> None:
         """Cancel jobs that a call reserved, and end the reservations. Nobody is told of what was cancelled.
 
         A client that is closed, or was replaced, cancels nothing: its jobs are for the next one of its id.
-        What a job had that ended by itself is for whoever asks first. The caller's cancellation does not stop this.
+        What a job had that ended by itself is for whoever asks first; ended_too: it is dropped. The caller's
+        cancellation does not stop this.
         """
-        await self.finish(self._give_up(list(job_ids)))
+        await self.finish(self._give_up(list(job_ids), ended_too))
 
     async def finish(self, work: Coroutine[Any, Any, None]) -> None:
         """Wait for `work`, which goes on if the caller is cancelled meanwhile; `close` waits for it, too."""
@@ -283,7 +284,7 @@ class ClientCore:
         task.add_done_callback(self._beside.discard)
         return task
 
-    async def _give_up(self, job_ids: list[str]) -> None:
+    async def _give_up(self, job_ids: list[str], ended_too: bool) -> None:
         ended = {it for it in job_ids if (tracked := self.inbox.tracked(it)) is not None and tracked.ended}
         left = [job_id for job_id in job_ids if job_id not in ended and not self.reader.over]
         try:
@@ -296,6 +297,9 @@ class ClientCore:
                 if state in {"ok", "unknown"}:
                     self.reader.ack(self.inbox.abandon(job_id))
         finally:
+            if ended_too and not self.reader.over:
+                for job_id in ended:
+                    self.reader.ack(self.inbox.abandon(job_id))
             for job_id in job_ids:
                 self.inbox.release(job_id)
 

@@ -32,7 +32,11 @@ def table() -> str:
     for key in keys.KEYS:
         name = f"{key.name}&lt;{key.of}&gt;" if key.of else key.name
         lines.append(f"| {name} | {key.type.upper() or 'A KEY'}{LIVES.get(key.life, '')}: {told[key.attribute]} |")
-    for record, of in ((fields.JOB, "A job's record"), (fields.ENTRY, "An entry of `reply`")):
+    for record, of in (
+        (fields.JOB, "A job's record"),
+        (fields.ENTRY, "An entry of `reply`"),
+        (fields.SESSION, "A recorded session"),
+    ):
         lines += ["", f"| {of} | holds |", "|---|---|"]
         lines += [f"| `{getattr(record, name)}` {name} | {text} |" for name, text in docstrings(record).items()]
     return "\n".join(lines) + "\n"

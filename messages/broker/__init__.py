@@ -7,6 +7,7 @@ from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_BYTES, Beat, Claim, Finished, Lease, Piece, Release
 from .needs import Waiting, can_of, kin_of, needed, total_of
 from .pool_load import PoolLoad
+from .recorded_sessions import RecordedSessions, SessionSummary
 from .records import read_jobs
 from .replies import Frames, Receipt, Reply
 from .sharded_broker import ShardedBroker, broker_of, sum_of
@@ -33,8 +34,10 @@ __all__ = [
     "Piece",
     "PoolLoad",
     "Receipt",
+    "RecordedSessions",
     "Release",
     "Reply",
+    "SessionSummary",
     "ShardedBroker",
     "ShardedLease",
     "Waiting",

@@ -38,8 +38,8 @@ class Caps:
     """How much of Redis' memory a pool may use. Beyond these limits it answers PoolBusy.
 
     jobs: open (queued or running) jobs.
-    nbytes: payloads of open jobs, what their unfinished samples have saved (a quarter of it at most), results that no
-    client has taken yet, and dead letters (a quarter of it at most).
+    nbytes: payloads of open jobs, results that no client has taken yet, and what unfinished samples have saved, dead
+    letters and recorded sessions, each of these three a quarter of it at most.
     unread: results that one client may leave untaken before it can submit more.
     payload: one job, encoded; a larger one is refused before it is sent.
     """
@@ -140,7 +140,7 @@ class Broker:
         reason, caps = why[0].decode(), self.caps
         limit = {
             "jobs": f"{why[1]} jobs are open, at most {caps.jobs}",
-            "bytes": f"open jobs, saved pieces, results and dead letters hold {why[2]} bytes, at most {caps.nbytes}",
+            "bytes": f"jobs, pieces, results, dead letters and sessions hold {why[2]} bytes, at most {caps.nbytes}",
             "unread": f"this client has not taken {why[3]} bytes of results, at most {caps.unread}: take some first",
         }[reason]
         return PoolBusy(f"pool {self.keys.pool}: {limit}", states, reason)

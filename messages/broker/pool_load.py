@@ -16,7 +16,7 @@ class PoolLoad:
     expired, dead, attempts, redelivered, leases_lost and taken_bytes are totals since the pool began. attempts: how
     often a worker has claimed a job; redelivered: how often one that a worker had had before. leases_lost: workers that
     fell silent for a whole lease. taken_bytes: of results that their clients have acknowledged, or that somebody has
-    dropped.
+    dropped. session_bytes: turns of recorded sessions. sessions_expired: how many ended with nobody having taken them.
     """
 
     queued: tuple[int, ...]
@@ -26,6 +26,7 @@ class PoolLoad:
     unread_bytes: int
     letter_bytes: int
     saved_bytes: int
+    session_bytes: int
     cap_bytes: int
     set_aside: int
     accepted: int
@@ -37,6 +38,7 @@ class PoolLoad:
     redelivered: int
     leases_lost: int
     taken_bytes: int
+    sessions_expired: int
 
 
 async def read_load(redis: Any, keys: Keys) -> PoolLoad:

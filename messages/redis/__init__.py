@@ -5,7 +5,7 @@ from .answers import told_as_ours
 from .bell import Bell, Ring
 from .connection import ONCE_S, PoolRedis, connect, default_url, ping
 from .disk import Flush, how_to_flush
-from .fields import ADAPTERS_FROM, ENTRY, ENTRY_BYTES, JOB, PROGRESS, SLOT, SLOTS_FROM, piece_field
+from .fields import ADAPTERS_FROM, ENTRY, ENTRY_BYTES, JOB, PROGRESS, SESSION, SLOT, SLOTS_FROM, piece_field
 from .keys import KEYS, Key, Keys, later_member, script_words
 from .layout import remind
 from .raw import is_wrong_type, name_once, text, whole
@@ -23,6 +23,7 @@ __all__ = [
     "ONCE_S",
     "PROGRESS",
     "RETRY_BUDGET_S",
+    "SESSION",
     "SLOT",
     "SLOTS_FROM",
     "Bell",

@@ -104,6 +104,31 @@ class ENTRY:
     """Group id"""
 
 
+class SESSION:
+    """A recorded session. Of a forgotten one `closed` is left, with a TTL."""
+
+    closed = "x"
+    """It takes no further turns: `1` it was taken, `2` forgotten"""
+    turns = "n"
+    """How many turns it has"""
+    tokens = "t"
+    """Tokens of their prompts and outputs"""
+    nbytes = "z"
+    """Bytes that it counts for"""
+    first = "f"
+    """When its first turn came, in ms of the pool's clock"""
+    last = "l"
+    """When its last one came"""
+    frame = "m"
+    """`m<i>`: the result of turn i, encoded, without the beginning of its prompt that `b<i>` says"""
+    begins = "b"
+    """`b<i>`: `<turn> <tokens>`: the prompt begins with so many tokens of that turn"""
+    ends = "h"
+    """`h<i>`: `<tokens>:<digest>` of the prompt, and of prompt and output together"""
+    key = "k"
+    """`k<turn key>`: the number of its turn"""
+
+
 CLAIMED = (
     "payload", "attempt", "accepted", "deadline", "published", "state", "samples", "saved", "min_version",
     "max_staleness", "owner", "adapter", "prefers", "ending", "client", "priority", "needs", "turn",

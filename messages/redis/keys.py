@@ -15,13 +15,13 @@ from typing import Generic, Literal, TypeVar, cast
 
 from ..errors import InvalidField
 from . import fields
-from .fields import CLASSES, ENTRY, JOB
+from .fields import CLASSES, ENTRY, JOB, SESSION
 
 T = TypeVar("T")
 _POOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Life = Literal["fixed", "ttl", "worker", "job", "client"]
-"""fixed: one of a few names, may stay. ttl: must expire. worker: belongs to a registered worker. job: open, or expires.
-client: exists only while it names open jobs."""
+"""fixed: one of a few names, may stay. ttl: must expire. worker: belongs to a registered worker. job: of a job
+or a recorded session, open, or expires. client: exists only while it names open jobs."""
 
 
 def later_member(turn: int, job_id: str) -> str:
@@ -110,13 +110,17 @@ class Keys:
     client = Each("set", "client", "client id", index=True)
     """Its open jobs"""
     reply = Each("stream", "ttl", "client id")
-    """Results, until the client has taken them: see the last table"""
+    """Results, until the client has taken them: see its table"""
     reader = Each("stream", "ttl", "client id")
     """One entry: who opened the client last. Only that one reads `reply`"""
     news = Each("stream", "ttl", "client id")
     """Samples of streamed jobs with a new piece; bounded"""
     unread = One("hash")
     """Client id -> bytes of its results"""
+    sessions = One("zset")
+    """Recorded sessions -> when they are forgotten if no turn comes, in ms of the pool's clock"""
+    session = Each("hash", "job", "tenant/session")
+    """A recorded session: see the last table"""
     workers = One("zset")
     """Worker id -> end of its lease"""
     worker = Each("hash", "worker", "worker id")
@@ -167,6 +171,10 @@ class Keys:
     """Client id of a gateway -> the gateway that inherits from it; nothing while it lives, `-` if whoever comes may"""
     gateway = Each("string", "ttl", "gateway")
     """It lives"""
+    spent = Each("hash", "ttl", "tenant")
+    """What a gateway's tenant owes to its rates (`requests`, `tokens`; as of `at`), and the tokens of a day"""
+    admitted = Each("zset", "ttl", "tenant")
+    """Its requests that run -> until when they count as running"""
     mark = One("string", "ttl")
     """Written before WAIT"""
     aside = Each("", "ttl", "name")
@@ -183,7 +191,7 @@ def script_words() -> dict[str, str]:
     A key with a part of its own (`KEY.job`, `KEY.queues`) is the text before that part.
     """
     words = {f"KEY.{key.attribute}": f"prefix .. '{key.name}'" for key in KEYS}
-    for record in (JOB, ENTRY):
+    for record in (JOB, ENTRY, SESSION):
         words |= {f"{record.__name__}.{name}": f"'{it}'" for name, it in vars(record).items() if name[0] != "_"}
     words |= {f"AT.{name}": str(place) for place, name in enumerate(fields.CLAIMED, 1)}
     words["AT.all"] = ", ".join(words[f"JOB.{name}"] for name in fields.CLAIMED)

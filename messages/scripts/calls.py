@@ -110,6 +110,24 @@ def drop_letter(letter: str) -> None: ...
 def dead_page(newest_first: int, begin: str, end: str, most: int, head_bytes: int) -> None: ...
 
 
+# tenants
+
+
+@_call
+def admit(
+    tenant: str,
+    request: str,
+    tokens: int,
+    requests_per_minute: int,
+    tokens_per_minute: int,
+    tokens_per_day: int,
+    max_running: int,
+    lease_ms: int,
+) -> None: ...
+@_call
+def settle(tenant: str, lease_ms: int, *requests: tuple[str, int | str, int]) -> None: ...
+
+
 # workers
 
 
@@ -144,6 +162,32 @@ def learn(committed: int, *adapters: tuple[str, int]) -> None: ...
 
 @_call
 def begin_again(version: int) -> None: ...
+
+
+# recorded sessions
+
+
+@_call
+def record_turn(
+    session: str,
+    turn_key: str,
+    frame: bytes,
+    ends: str,
+    begins: str,
+    begins_ends: str,
+    tokens: int,
+    idle_ms: int,
+    max_turns: int,
+    max_tokens: int,
+    max_bytes: int,
+    max_pool: int,
+) -> None: ...
+@_call
+def recent_turns(session: str, most: int) -> None: ...
+@_call
+def take_session(session: str, start: int, idle_ms: int) -> None: ...
+@_call
+def forget_session(session: str) -> None: ...
 
 
 # commands

@@ -21,7 +21,7 @@ from .source import script_source
 WAITS = frozenset(
     {
         "enqueue", "complete", "close", "cancel", "cancel_client", "stop", "release", "dead", "expire", "reserve",
-        "begin_request", "finish_request",
+        "begin_request", "finish_request", "record_turn", "take_session", "forget_session",
     }
 )  # fmt: skip
 """Writes whose answer is a promise. With `min_replicas` these scripts return once that many replicas have them, with
@@ -29,7 +29,7 @@ WAITS = frozenset(
 a heartbeat, a checkpoint, an acknowledgement (the outcome comes again), an announcement (its `close` counts), the end
 of a job that is overdue or has lost its last worker (it ends again in the same way)."""
 
-GROWS = frozenset({"enqueue", "checkpoint", "announce", "begin_request"})
+GROWS = frozenset({"enqueue", "checkpoint", "announce", "begin_request", "record_turn"})
 """Scripts that a Redis at its memory limit refuses. All others go on, because they are about work that it has accepted:
 else no lease could be renewed, no result published, and no memory freed."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..redis import script_words
 
 FOLDER = Path(__file__).parent
-LIBRARIES = ("lib_base", "lib_jobs", "lib", "lib_pieces", "lib_spread", "lib_needs")
+LIBRARIES = ("lib_base", "lib_jobs", "lib", "lib_pieces", "lib_spread", "lib_needs", "lib_sessions")
 """Not scripts: they stand before each of them, in this order."""
 RARE = ("fail", "dead_letter", "dead_letter_damaged", "leave_to", "leave_to_others", "take_out_silent", "ask_for_moves")
 """Functions of the libraries that few calls need."""

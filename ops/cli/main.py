@@ -16,6 +16,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "scale": ("scale", "scale", "Start and drain workers here, as many as the pool needs."),
         "up": ("scale", "up", "Run a whole pool on this machine until Ctrl-C."),
         "exporter": ("pool", "exporter", "Serve the pool's metrics for Prometheus."),
+        "gateway": ("gateway", "gateway", "Serve the pool to clients of OpenAI's API."),
     },
     "Ask a pool": {
         "generate": ("generate", "generate", "Generate in the pool and print the answer."),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
+import socket
+import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from ..redis import EmbeddedRedis
     from ..scale import Decision, LocalScaler, Means, Place, PoolView, ScaleSettings
 
+log = logging.getLogger(__name__)
 PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 EXPLAIN_S = 2.0
 """Seconds between the two looks of --explain."""
@@ -29,6 +35,7 @@ LOOK_S = 0.5
 """Seconds between two looks at the server of `rolloutmq up`."""
 ENDS_S = 60.0
 """Seconds beyond its drain budget in which a worker that was told to leave has ended its engine, and itself."""
+GATEWAY_LEAVES_S = 10.0
 scale = typer.Typer(add_completion=False, rich_markup_mode=None)
 up = typer.Typer(add_completion=False, rich_markup_mode=None)
 Logs = Annotated[Path | None, typer.Option(help="Folder for the workers' logs; default: a temporary one.")]
@@ -91,6 +98,9 @@ def _up(
     exporter_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Of the metrics, on 127.0.0.1; 0 picks a free one.")
     ] = 9477,
+    gateway_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of OpenAI's API, on 127.0.0.1; 0 picks a free one.")
+    ] = 8000,
     logs: Logs = None,
     pool: Pool = "default",
     json: Annotated[bool, typer.Option("--json", help="Print where everything is as one line of JSON.")] = False,
@@ -116,7 +126,8 @@ def _up(
         EmbeddedRedis(port=port or None, directory=directory, appendonly=saved) as server,
         _metrics(server.url, pool, exporter_port) as (exporter, metrics),
     ):
-        found = {"redis": server.url, "metrics": metrics, "logs": str(folder)}
+        gateway = _gateway_command(gateway_port, folder)
+        found = {"redis": server.url, "openai": gateway.where, "metrics": metrics, "logs": str(folder)}
         lines = [f"{name:8} {where}" for name, where in found.items()]
         jobs = "; jobs are kept" if saved else " and deletes the jobs"
         say(found, [*lines, f"starting {workers} of `rolloutmq worker`; Ctrl-C ends everything{jobs}"], json)
@@ -124,7 +135,9 @@ def _up(
         settings = ScaleSettings(workers, workers)
 
         async def beside(scaler: LocalScaler) -> None:
-            await _ready(scaler, exporter, [] if json else _ready_lines(workers, server.url), server)
+            lines = [] if json else _ready_lines(workers, server.url, gateway.where)
+            async with gateway.running({"ROLLOUTMQ_REDIS": server.url, "ROLLOUTMQ_POOL": pool}):
+                await _ready(scaler, exporter, lines, server)
 
         asyncio.run(_scale_until_stopped(server.url, pool, settings, means, free, beside))
 
@@ -138,8 +151,6 @@ def _worker_command(flags: Sequence[str], redis: str, pool: str, workers: int) -
 
     Raises what `rolloutmq worker` would raise for these flags, before any is started.
     """
-    import sys
-
     from ...messages.errors import ConfigError
     from ...worker.main import check_model
     from ..config import load_settings
@@ -266,11 +277,61 @@ def _metrics(redis_url: str, pool: str, port: int) -> Iterator[tuple[Exporter | 
         yield exporter, f"http://127.0.0.1:{found}/metrics"
 
 
-def _ready_lines(workers: int, url: str) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """The gateway of `up`, in a process of its own. command: None if its libraries are not installed."""
+
+    where: str
+    command: list[str] | None
+    log: Path
+
+    @asynccontextmanager
+    async def running(self, environment: Mapping[str, str]) -> AsyncIterator[None]:
+        """It runs inside the block. If it ends by itself the log says so, and the rest goes on."""
+        if self.command is None:
+            yield
+            return
+        with self.log.open("wb") as out:
+            process = await asyncio.create_subprocess_exec(
+                *self.command, stdout=out, stderr=out, env={**os.environ, **environment}, start_new_session=True
+            )
+        told = asyncio.create_task(self._tell(process))
+        try:
+            yield
+        finally:
+            told.cancel()
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)  # SIGTERM would wait for balancers first
+            await process.wait()
+
+    async def _tell(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        last = self.log.read_text(errors="replace").splitlines()[-3:]
+        log.error("the gateway ended with exit code %s: %s", code, " | ".join(last))
+
+
+def _gateway_command(port: int, folder: Path) -> _Beside:
+    from ...messages.errors import ConfigError
+    from ..scale import leaving_with_this
+
+    if not all(find_spec(name) for name in ("starlette", "uvicorn", "sse_starlette", "orjson")):
+        return _Beside("none: pip install 'rolloutmq[gateway]'", None, folder)
+    try:
+        with socket.create_server(("127.0.0.1", port)) as taken:
+            port = taken.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(f"--gateway-port {port}: {error.strerror}; 0 picks a free one") from None
+    command = [sys.executable, "-m", "rolloutmq.ops.entry", "gateway", "--port", str(port)]
+    return _Beside(f"http://127.0.0.1:{port}/v1", leaving_with_this(command, GATEWAY_LEAVES_S), folder / "gateway.log")
+
+
+def _ready_lines(workers: int, url: str, gateway: str) -> Iterator[str]:
     yield f"ready: {workers} serve. In another terminal:"
     yield f'  rolloutmq generate "Once upon a time" --redis {url}'
     yield f"  rolloutmq top --redis {url}"
     yield f'In Python: BlockingRolloutClient("{url}"), as in examples/trainer.py'
+    if gateway.startswith("http"):
+        yield f'           OpenAI(base_url="{gateway}", api_key="none"), as in examples/agent_openai.py'
 
 
 async def _ready(scaler: LocalScaler, exporter: Exporter | None, lines: Iterable[str], server: EmbeddedRedis) -> None:

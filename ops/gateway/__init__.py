@@ -1,7 +1,10 @@
-"""`rolloutmq gateway`: HTTP in front of a pool. It keeps no state but Redis'."""
+"""`rolloutmq gateway`: a pool over HTTP, for clients of OpenAI's API. It keeps no state but Redis'."""
 
-from .answers import Answer
-from .heir import Gateways
-from .requests import KeyReused, Request, RequestLost, Requests
+from .app import application
+from .gateway import Gateway
+from .protocol import HttpLimits
+from .server import HttpServer, Tls
+from .settings import Settings
+from .tenants import new_key
 
-__all__ = ["Answer", "Gateways", "KeyReused", "Request", "RequestLost", "Requests"]
+__all__ = ["Gateway", "HttpLimits", "HttpServer", "Settings", "Tls", "application", "new_key"]

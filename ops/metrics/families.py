@@ -83,6 +83,8 @@ def _jobs(reading: Reading) -> Iterable[Metric]:
     yield counter(P + "lost_leases_total", "Workers that were silent for a whole lease.", load.leases_lost)
     yield gauge(P + "dead_letters", "Jobs that were given up and wait for an operator.", reading.dead_letters)
     yield counter(P + "keys_set_aside_total", "Keys renamed because nobody could use what they held.", load.set_aside)
+    about = "Recorded sessions that ended with nobody having taken them."
+    yield counter(P + "expired_sessions_total", about, load.sessions_expired)
 
 
 def _bytes(reading: Reading) -> Iterable[Metric]:
@@ -92,6 +94,7 @@ def _bytes(reading: Reading) -> Iterable[Metric]:
         "pieces": load.saved_bytes,
         "replies": load.unread_bytes,
         "letters": load.letter_bytes,
+        "sessions": load.session_bytes,
     }
     yield gauges(P + "used_bytes", "Bytes that count against the pool's cap.", "kind", used)
     yield gauge(P + "cap_bytes", "The pool's cap, as the last submission said it; 0 before the first.", load.cap_bytes)

@@ -2,6 +2,7 @@
 
 from .places import Place, places
 from .policy import FULL, STATES, Decision, History, PoolView, ScaleSettings, State, decide
+from .process import leaving_with_this
 from .scaler import CrashLoop, LocalScaler, Means
 from .scaler_lock import LOCK_S, ScalerLock
 
@@ -20,5 +21,6 @@ __all__ = [
     "ScalerLock",
     "State",
     "decide",
+    "leaving_with_this",
     "places",
 ]

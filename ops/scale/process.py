@@ -19,6 +19,11 @@ LAST_LINES = 20
 LAST_BYTES = 16384
 
 
+def leaving_with_this(command: Sequence[str], leave_s: float) -> list[str]:
+    """The command, made to leave within `leave_s` seconds when this process dies."""
+    return [sys.executable, "-I", "-S", str(LEAVE), str(os.getpid()), str(leave_s), *command]
+
+
 class WorkerProcess:
     """A worker that this process started. Its output goes to a file.
 
@@ -47,10 +52,9 @@ class WorkerProcess:
         """
         log = folder / f"worker-{place.number}.log"
         own = {"CUDA_VISIBLE_DEVICES": place.gpus} if place.gpus else {}
-        leave = [sys.executable, "-I", "-S", str(LEAVE), str(os.getpid()), str(leave_s)]
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
-                *leave, *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out,
+                *leaving_with_this(command, leave_s), stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out,
                 env={**os.environ, **environment, **own}, start_new_session=True,
             )  # fmt: skip
         return cls(place, process, log)

@@ -5,7 +5,7 @@ from .batch import Prompt, as_jobs, generate, prompt_fields, run
 from .last_workers import LastWorkers
 from .loops import Groups, Mapped, Results
 from .session import GIVEN, History, Session
-from .stream import Delta, Streams
+from .stream import Delta, Streams, Watched, versions_of
 from .tasks import similarity
 
 __all__ = [
@@ -19,10 +19,12 @@ __all__ = [
     "Results",
     "Session",
     "Streams",
+    "Watched",
     "as_jobs",
     "generate",
     "prompt_fields",
     "run",
     "similarity",
     "tasks",
+    "versions_of",
 ]

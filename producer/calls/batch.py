@@ -118,7 +118,8 @@ async def run(
 
     room_s: seconds to wait for room in a full pool. before_ack(groups): awaited before the outcomes are acknowledged,
     for code that first makes them durable. A call that is cancelled, or raises, cancels its jobs, and no other call is
-    told of them. Raises what `submit_many` raises, and RolloutMQError if one of the jobs belongs to another call.
+    told of them, unless the client was closed. Raises what `submit_many` raises, and RolloutMQError if one of the jobs
+    belongs to another call.
     """
     taken: list[Reply] = []
     groups: list[Group] = []
@@ -137,7 +138,7 @@ async def run(
             await before_ack(groups)
     except BaseException:
         core.hand_out(taken).give_back()
-        await core.give_up(reserved)
+        await core.give_up(reserved, ended_too=True)
         raise
     for job_id in reserved:
         core.inbox.release(job_id)

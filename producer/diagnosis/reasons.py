@@ -38,7 +38,7 @@ def _of_redis(reading: PoolReading) -> Iterator[Reason]:
             told = f"client {refused.client} may not submit before it takes results that it has left unread"
             yield Reason("client-full", told, "Take results there, or `rolloutmq replies drop` them.", since)
         else:
-            kept = load.open_bytes + load.unread_bytes + load.letter_bytes + load.saved_bytes
+            kept = load.open_bytes + load.unread_bytes + load.letter_bytes + load.saved_bytes + load.session_bytes
             told = (
                 f"the pool refused a job of client {refused.client}: {load.open_jobs} jobs are open, and jobs, results "
                 f"and dead letters hold {_mib(kept)} (cap {_mib(load.cap_bytes)})"

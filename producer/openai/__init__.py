@@ -1,17 +1,21 @@
-"""OpenAI's chat completions and completions as jobs, and results as OpenAI's answers. It has no HTTP.
+"""OpenAI's bodies as jobs, and results as OpenAI's answers: chats, completions, embeddings, models. It has no HTTP.
 
     request = chat_request(body, defaults)
     handles = await client.submit_many(request.jobs)
     answer = response(request, [await client.wait(handle) for handle in handles], decode)
 
-`stream_chunks(request, deltas, decode)` answers a body with `stream`. `error_of` makes the answer for an error.
+`stream_chunks(request, deltas, decode)` answers a body with `stream`. `error_of` makes the answer for an error, and
+`refusal` the one for a request that never becomes a job.
 """
 
 from .chunks import GrowingText, stream_chunks
-from .errors import error_of
+from .embeddings import embedding_job, embedding_response
+from .errors import error_of, refusal, version_not_ready
 from .logprobs import Tokens, bytes_reader
+from .models import model_list
 from .request import Request, chat_request, completion_request
 from .response import response, version_spans
+from .tokens import detokenize, tokenize
 
 __all__ = [
     "GrowingText",
@@ -20,8 +24,15 @@ __all__ = [
     "bytes_reader",
     "chat_request",
     "completion_request",
+    "detokenize",
+    "embedding_job",
+    "embedding_response",
     "error_of",
+    "model_list",
+    "refusal",
     "response",
     "stream_chunks",
+    "tokenize",
+    "version_not_ready",
     "version_spans",
 ]

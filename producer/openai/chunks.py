@@ -11,12 +11,12 @@ import numpy as np
 
 from ...messages.model import RolloutResult, join_segments
 from ..calls import Delta
-from .logprobs import Decode, TokenBytes, Tokens, chat_logprobs, completion_logprobs
+from .logprobs import Decode, TokenBytes
 from .request import Request
-from .response import response_id, stop_place, stop_reason, text_of, usage, version_spans
+from .response import ending, prompt_fields, response_id, stop_place, text_of, token_fields, usage, weight_versions
 
 _INCOMPLETE = "\ufffd"
-WINDOW = 48
+WINDOW = 16
 """How many tokens are decoded again with every piece. A character or a word's leading space depends on fewer."""
 OBJECTS = {"chat": "chat.completion.chunk", "completion": "text_completion"}
 
@@ -67,6 +67,12 @@ class Chunks:
         """decode, token_bytes: see `response`. Deltas of text jobs have their text already."""
         self._request, self._decode, self._token_bytes = request, decode, token_bytes
         self._place = {job.id: place * job.n for place, job in enumerate(request.jobs)}
+        self._prompts: dict[int, list[int]] = {}  # ids that no chunk of a choice has had yet
+        for place, job in enumerate(request.jobs):
+            if job.token_ids is not None:
+                ids = job.token_ids.tolist()
+                self._prompts |= {place * job.n + number: ids for number in range(job.n)}
+        self._versions: dict[int, list[int]] = {}  # the oldest and the newest so far, of each choice
         self._texts: dict[int, GrowingText] = {}
         self._held: dict[int, str] = {}  # text that may be the beginning of a stop
         self._chars: dict[int, int] = {}
@@ -79,7 +85,7 @@ class Chunks:
         if self._request.kind != "chat":
             return []
         count = sum(job.n for job in self._request.jobs)
-        return [self._chunk([self._delta_choice(i, {"role": "assistant", "content": ""})]) for i in range(count)]
+        return [self._chunk(self._delta_choice(i, {"role": "assistant", "content": ""})) for i in range(count)]
 
     def of(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks of one delta; the last one of a sample has its finish_reason.
@@ -91,11 +97,12 @@ class Chunks:
         request = self._request
         index = self._place[delta.job_id] + delta.sample
         if delta.restarted:
-            for kept in (self._texts, self._held, self._chars, self._unsent):
+            for kept in (self._texts, self._held, self._chars, self._unsent, self._versions):
                 kept.pop(index, None)
         text = self._text(index, delta)
         calls: list[dict[str, Any]] = []
-        if request.tools.declared:
+        self._note(index, delta)
+        if request.tools.parsed:
             if delta.result is None:
                 return []
             whole, calls = request.tools.calls(delta.result, text_of(request, delta.result, self._decode))
@@ -108,17 +115,23 @@ class Chunks:
         choice = self._content(index, text, delta, calls)
         if delta.result is not None:
             self._results[delta.job_id][delta.sample] = delta.result
-            finish = delta.result.finish_reason
-            choice["finish_reason"] = request.tools.finish if calls and finish == "stop" else finish
-            choice["stop_reason"] = stop_reason(delta.result)
-        return [self._chunk([choice])]
+            choice |= ending(request, delta.result, bool(calls))
+        return [self._chunk(choice)]
 
     def closing(self) -> list[dict[str, Any]]:
         """The last chunk, with the usage if the request asked for it."""
         if not self._request.include_usage:
             return []
         found = [list(self._results[job.id].values()) for job in self._request.jobs]
-        return [self._chunk([]) | {"usage": usage(self._request.jobs, found)}]
+        return [self._chunk() | {"usage": usage(self._request.jobs, found)}]
+
+    def _note(self, index: int, delta: Delta) -> None:
+        """What later chunks say of these tokens, beside their own choice."""
+        if seen := [*self._versions.get(index, ()), *(segment.version for segment in delta.segments)]:
+            self._versions[index] = [min(seen), max(seen)]
+        result = delta.result
+        if result is not None and result.text is not None and result.prompt_ids is not None:
+            self._prompts[index] = result.prompt_ids.tolist()  # a worker made them
 
     def _text(self, index: int, delta: Delta) -> str:
         if delta.text is not None or self._decode is None:
@@ -143,20 +156,11 @@ class Chunks:
             choice = self._delta_choice(index, content)
         else:
             choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
-        whole = delta.result if request.tools.declared else None  # no token of it was sent before
-        source = whole if whole is not None else delta
-        if request.logprobs and source.token_ids.size:
-            tokens = Tokens.of(source.token_ids, source.logprobs, source.token_arrays)
-            if request.kind == "chat":
-                choice["logprobs"] = chat_logprobs(tokens, self._decode, self._token_bytes)
-            else:
-                choice["logprobs"] = completion_logprobs(tokens, self._decode, self._chars.get(index, 0))
-                self._chars[index] = self._chars.get(index, 0) + len(text)
-        if request.token_ids:
-            choice["token_ids"] = source.token_ids.tolist()
-        if request.versions:
-            start = delta.start if whole is None else 0
-            choice["weight_versions"] = version_spans(source.segments, start)
+        whole = delta.result if request.tools.parsed else None  # no token of it was sent before
+        source, start = (whole, 0) if whole is not None else (delta, delta.start)
+        offset = self._chars.get(index, 0)
+        choice |= token_fields(request, source, self._decode, self._token_bytes, start=start, offset=offset)
+        self._chars[index] = offset + len(text)
         if delta.restarted:
             choice["restarted"] = True
         return choice
@@ -164,14 +168,19 @@ class Chunks:
     def _delta_choice(self, index: int, content: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "delta": content, "finish_reason": None, "logprobs": None}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
+    def _chunk(self, choice: dict[str, Any] | None = None) -> dict[str, Any]:
+        chunk = {
             "id": response_id(self._request),
             "object": OBJECTS[self._request.kind],
             "created": self._created,
             "model": self._request.model,
-            "choices": choices,
+            "choices": [] if choice is None else [choice],
+            **weight_versions([version for both in self._versions.values() for version in both]),
         }
+        if choice is not None and (ids := self._prompts.pop(choice["index"], None)) is not None:
+            choice |= prompt_fields(self._request, ids)
+            chunk |= {"prompt_token_ids": ids} if self._request.token_ids else {}
+        return chunk
 
 
 def without_stop(text: str, stops: Sequence[str]) -> int:

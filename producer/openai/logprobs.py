@@ -5,11 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from math import isfinite
 from typing import Any
 
 Decode = Callable[[Sequence[int]], str]
 TokenBytes = Callable[[int], bytes]
+IMPOSSIBLE = -30_000.0
+"""What stands for a log-probability that is no finite number: of a token that a grammar or mask excludes.
+
+It is less than any that logit biases of -10,000 and 10,000 can make, fits a half-precision float, so that sums and
+differences stay finite, and is not the -9999.0 by which OpenAI's clients know "not among the likeliest"."""
 _UNKNOWN = "\ufffd"
 """What tokenizers show for bytes that are no whole character."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -22,7 +29,10 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Consecutive tokens. top: the likeliest (id, logprob) pairs at each position, if the request asked for them."""
+    """Consecutive tokens. top: the likeliest (id, logprob) pairs at each position, if the request asked for them.
+
+    All log-probabilities are finite.
+    """
 
     ids: list[int]
     logprobs: list[float]
@@ -35,19 +45,28 @@ class Tokens:
         top = None
         if "top_ids" in arrays:
             rows = zip(arrays["top_ids"].tolist(), arrays["top_logprobs"].tolist(), strict=True)
-            top = [list(zip(names, values, strict=True)) for names, values in rows]
-        return cls(ids, logprobs.tolist() if logprobs is not None else [0.0] * len(ids), top)
+            top = [list(zip(names, _finite(values), strict=True)) for names, values in rows]
+        return cls(ids, _finite(logprobs.tolist()) if logprobs is not None else [0.0] * len(ids), top)
 
 
-def chat_logprobs(tokens: Tokens, decode: Decode | None, token_bytes: TokenBytes | None = None) -> dict[str, Any]:
-    """{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}, one entry for each token.
+def _finite(values: list[float]) -> list[float]:
+    return [value if isfinite(value) else IMPOSSIBLE for value in values]
 
-    bytes: None for a token with a part of a character, if there is no `token_bytes`.
+
+def chat_logprobs(
+    tokens: Tokens, decode: Decode | None, token_bytes: TokenBytes | None = None, ids_as_tokens: bool = False
+) -> dict[str, Any]:
+    """{"content": [{"token", "token_id", "logprob", "bytes", "top_logprobs"}]}, one entry for each token.
+
+    bytes: None without `decode`, and for a token with a part of a character, if there is no `token_bytes`.
+    ids_as_tokens: `token` is "token_id:<id>". It is so without `decode`, too.
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = _text(token, decode)
-        return {"token": text, "logprob": logprob, "bytes": _bytes(token, text, token_bytes)}
+        shown = _text(token, None) if ids_as_tokens else text
+        raw = _bytes(token, text, token_bytes) if decode is not None else None
+        return {"token": shown, "token_id": token, "logprob": logprob, "bytes": raw}
 
     content = []
     for place, (token, logprob) in enumerate(zip(tokens.ids, tokens.logprobs, strict=True)):
@@ -56,16 +75,28 @@ def chat_logprobs(tokens: Tokens, decode: Decode | None, token_bytes: TokenBytes
     return {"content": content}
 
 
-def completion_logprobs(tokens: Tokens, decode: Decode | None, offset: int = 0) -> dict[str, Any]:
-    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of text before these tokens."""
+def completion_logprobs(
+    tokens: Tokens, decode: Decode | None, offset: int = 0, ids_as_tokens: bool = False
+) -> dict[str, Any]:
+    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of text before these tokens.
+
+    top_logprobs: the sampled token, always, and the likeliest ones, if the request asked for them.
+    """
     texts = [_text(token, decode) for token in tokens.ids]
     offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
-    top = [_by_text(row, decode) for row in tokens.top] if tokens.top else None
-    return {"tokens": texts, "token_logprobs": tokens.logprobs, "top_logprobs": top, "text_offset": offsets}
+    shown = None if ids_as_tokens else decode
+    rows = tokens.top if tokens.top is not None else [[]] * len(texts)
+    sampled = zip(tokens.ids, tokens.logprobs, strict=True)
+    return {
+        "tokens": [_text(token, None) for token in tokens.ids] if ids_as_tokens else texts,
+        "token_logprobs": tokens.logprobs,
+        "top_logprobs": [_by_text(dict([one, *row]).items(), shown) for one, row in zip(sampled, rows, strict=True)],
+        "text_offset": offsets,
+    }
 
 
 def _by_text(row: Iterable[tuple[int, float]], decode: Decode | None) -> dict[str, float]:
-    """Text -> logprob. Of several tokens with one text, the likeliest has the text, and the others have their ids."""
+    """Text -> logprob. Of several tokens with one text, the first has the text, and the others have their ids."""
     found: dict[str, float] = {}
     for token, value in row:
         text = _text(token, decode)
@@ -73,6 +104,7 @@ def _by_text(row: Iterable[tuple[int, float]], decode: Decode | None) -> dict[st
     return found
 
 
+@lru_cache(1 << 17)
 def _text(token: int, decode: Decode | None) -> str:
     return decode([token]) if decode is not None else f"token_id:{token}"
 

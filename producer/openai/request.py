@@ -2,62 +2,40 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Literal
+from typing import Any
 
-from ...messages.dialects import collect, job_fields
 from ...messages.errors import InvalidField
-from ...messages.model import GRAMMARS, ChatMessage, GenerateJob, LogprobOptions, SamplingParams
+from ...messages.model import ChatMessage, GenerateJob, SamplingParams
 from ..data import from_openai
+from .fields import Kind, fields_of, log_once, switch
 from .tools import Tools, read_tools
 
-log = logging.getLogger(__name__)
-Kind = Literal["chat", "completion"]
 Render = Callable[..., Sequence[int]]
-"""render(messages, answer=True, **options of transformers' apply_chat_template) -> ids."""
-IGNORED = frozenset(
-    {
-        "user",
-        "store",
-        "metadata",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prediction",
-    }
-)
-"""Fields that only OpenAI's own service uses. They are ignored: the answer does not depend on them."""
-WITHOUT_EFFECT = {
-    "reasoning_effort": "the model reasons as its chat template has it",
-    "verbosity": "the model's answers are as long as it makes them",
-    "modalities": "answers are text",
-    "audio": "answers are text",
-    "web_search_options": "nothing searches the web here",
-    "echo": "an answer does not repeat its prompt",
-}
-"""Fields that would change the answer of OpenAI's service, and why they change nothing here. They are logged once."""
+"""render(messages, answer=True, **options of transformers' apply_chat_template) -> ids.
+
+Among the options is the body's `chat_template`: a program. Whoever does not trust the caller refuses it.
+"""
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
-_OURS = frozenset(
-    {"model", "messages", "prompt", "stream", "stream_options", "tools", "tool_choice", "session_id"}
-    | {"functions", "function_call", "continue_final_message", "add_generation_prompt"}
+_OF_CHATS = (
+    *("tools", "tool_choice", "functions", "function_call", "continue_final_message", "add_generation_prompt"),
+    *("chat_template", "chat_template_kwargs", "input_ids"),
 )
-_OF_CHATS = ("tools", "tool_choice", "functions", "function_call", "continue_final_message", "add_generation_prompt")
-_SWITCHES = ("return_token_ids", "return_weight_versions")
-_FIELDS = ("priority", "deadline_s", "min_version", "max_staleness", "trace_id", "tool_parser")
-MAX_TOP = {"chat": 20, "completion": 5}
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request body. jobs: one per prompt, all with the same n. The answer's choices are their samples in order.
 
-    logprobs, token_ids, versions: whether the answer has them. The body's return_token_ids and return_weight_versions
-    ask for the last two.
+    What the answer has, as the body asks for it:
+    logprobs: log-probabilities. ids_as_tokens (return_tokens_as_token_ids): their tokens are "token_id:<id>".
+    token_ids (return_token_ids): ids of prompt and answer, at the top and in the choices, in every reader's words.
+    prompt_ids (return_prompt_token_ids): the prompt's, in the choices. meta_info (return_meta_info): SGLang's.
+    versions (return_weight_versions): which version sampled each token. The oldest and the newest are in every answer.
     stops: the stop texts that answers do not show. Empty if the body says include_stop_str_in_output or a synonym.
+    abort: the finish_reason of a sample that was ended early. OpenAI's types have no "abort", so strict clients refuse
+        it; `stop_reason` says it instead.
     """
 
     kind: Kind
@@ -66,10 +44,14 @@ class Request:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    ids_as_tokens: bool = False
     token_ids: bool = False
+    prompt_ids: bool = False
+    meta_info: bool = False
     versions: bool = False
     stops: tuple[str, ...] = ()
     tools: Tools = field(default_factory=Tools)
+    abort: str = "length"
 
 
 def chat_request(
@@ -77,19 +59,31 @@ def chat_request(
     defaults: Mapping[str, Any] | None = None,
     render: Render | None = None,
     always_render: bool = False,
+    *,
+    context_length: int | None = None,
+    adapters: Container[str] = (),
+    record: bool = False,
 ) -> Request:
     """Read a body of POST /v1/chat/completions.
 
     defaults: sampling parameters that the body may leave out. Beside OpenAI's fields the body may have other
-    sampling parameters of any dialect, `session_id`, `return_token_ids`, `return_weight_versions`, `lora`, and a job's
-    priority, deadline_s, min_version, max_staleness. Raises InvalidField, which names the field.
+    sampling parameters of any dialect, `input_ids` (the prompt, instead of messages), `session_id`, `lora`,
+    `weight_version` ({"min_version", "exact_version"}), and a job's priority, deadline_s, min_version, max_staleness. A
+    number as priority is vLLM's: the lowest goes first. An unknown name is ignored, and logged once, unless it is close
+    to a known one. Raises InvalidField, which names the field.
 
-    render: makes the prompt's ids here instead of on the worker. `continue_final_message` and
-        `add_generation_prompt: false` (vLLM's fields) need it. always_render: use it for every body.
+    render: makes the prompt's ids here instead of on the worker. `continue_final_message`, `chat_template_kwargs`,
+        `chat_template` and `add_generation_prompt: false` need it. always_render: use it for every body.
+    context_length: what the pool's engines take, prompt and answer together. With it, `render` is used for every
+        conversation without media, a body without max_tokens gets the rest of the context, and one that asks for more
+        is refused in OpenAI's words. Without it such a body gets a job's own default, and a worker refuses.
+    adapters: the names of LoRA adapters that `model` may be, or may have behind a colon.
+    record: ask the engine for log-probabilities even if the body does not. The answer does not show them then.
     """
-    messages, media = _messages(body.get("messages"))
     tools = read_tools(body)
-    fields = _fields(body, "chat", defaults) | tools.job_fields()
+    prompt, shown = _chat_prompt(body, tools, render, always_render or context_length is not None, always_render)
+    room = _room(prompt, context_length)
+    fields = fields_of(body, "chat", defaults, room=room, adapters=adapters) | (tools.job_fields() if shown else {})
     if tools.schema is not None:
         sampling = fields.get("sampling") or SamplingParams()
         if sampling.json_schema or sampling.regex or sampling.ebnf:
@@ -97,28 +91,28 @@ def chat_request(
                 "tool_choice", body.get("tool_choice"), "'auto' together with a response_format or grammar"
             )
         fields["sampling"] = sampling.model_copy(update={"json_schema": tools.schema})
-    session = body.get("session_id")
-    prompt: dict[str, Any] = {"messages": messages, **media}
-    if (how := _rendering(body)) or always_render:
-        if render is None or media:
-            why = "absent: the conversation is rendered by a worker" if render is None else "absent beside media"
-            raise InvalidField(next(iter(how), "messages"), True, why)
-        shown = {"tools": [tool.rendered() for tool in tools.declared]} if tools.declared else {}
-        prompt = {"token_ids": render([message.rendered() for message in messages], **how, **shown)}
-    job = GenerateJob.build(**prompt, **fields, **_session(session))
-    return _request("chat", [job], body, tools)
+    job = GenerateJob.build(**prompt, **fields, **_session(body.get("session_id")))
+    return _request("chat", [job], body, tools, limit=context_length, record=record)
 
 
-def completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Request:
+def completion_request(
+    body: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    context_length: int | None = None,
+    adapters: Container[str] = (),
+    record: bool = False,
+) -> Request:
     """Read a body of POST /v1/completions. The prompt is a text, ids, or a list of texts or of lists of ids.
 
-    See `chat_request` for the rest.
+    Without max_tokens 16 tokens are generated, as at OpenAI. See `chat_request` for the rest.
     """
-    prompts = _prompts(body.get("prompt"))
+    prompts = prompts_of("prompt", body.get("prompt"))
     for name in _OF_CHATS:
         if body.get(name) is not None:
             raise InvalidField(name, body[name], "only in chat completions")
-    fields = _fields(body, "completion", defaults)
+    rooms = [room for prompt in prompts if (room := _room(prompt, context_length)) is not None]
+    fields = fields_of(body, "completion", defaults, room=min(rooms, default=None), adapters=adapters)
     session = body.get("session_id")
     sessions = session if isinstance(session, list | tuple) else [session] * len(prompts)
     if len(sessions) != len(prompts):
@@ -126,83 +120,111 @@ def completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | No
     jobs = [
         GenerateJob.build(**prompt, **fields, **_session(one)) for prompt, one in zip(prompts, sessions, strict=True)
     ]
-    return _request("completion", jobs, body, Tools())
+    return _request("completion", jobs, body, Tools(), limit=context_length, record=record)
 
 
-def _request(kind: Kind, jobs: Sequence[GenerateJob], body: Mapping[str, Any], tools: Tools) -> Request:
+def _request(
+    kind: Kind, jobs: Sequence[GenerateJob], body: Mapping[str, Any], tools: Tools, *, limit: int | None, record: bool
+) -> Request:
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise InvalidField("stream_options", options, "an object")
     if body.get("stream_options") is not None and not body.get("stream"):
         raise InvalidField("stream_options", options, "only together with stream")
-    sampling = jobs[0].sampling
+    if body.get("stream") and body.get("return_meta_info"):
+        raise InvalidField("return_meta_info", True, "only without stream, as at SGLang")
+    sampling, logprobs = jobs[0].sampling, jobs[0].logprobs
+    for job in jobs:
+        _check_room(job, limit)
+    if record and not logprobs.sampled:
+        recorded = {"logprobs": logprobs.model_copy(update={"sampled": True})}
+        jobs = [job.model_copy(update=recorded) for job in jobs]
     return Request(
         kind,
         tuple(jobs),
         str(body.get("model") or ""),
-        stream=_switch(body, "stream"),
-        include_usage=_switch(options, "include_usage"),
-        logprobs=jobs[0].logprobs.sampled,
-        token_ids=_switch(body, "return_token_ids"),
-        versions=_switch(body, "return_weight_versions"),
+        stream=switch(body, "stream"),
+        include_usage=switch(options, "include_usage"),
+        logprobs=logprobs.sampled,
+        ids_as_tokens=switch(body, "return_tokens_as_token_ids"),
+        token_ids=switch(body, "return_token_ids"),
+        prompt_ids=switch(body, "return_prompt_token_ids"),
+        meta_info=switch(body, "return_meta_info"),
+        versions=switch(body, "return_weight_versions"),
         stops=() if "include_stop" in sampling.model_fields_set else sampling.stop,
         tools=tools,
     )
 
 
-def _fields(body: Mapping[str, Any], kind: Kind, defaults: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The job's fields apart from its prompt: sampling parameters in any dialect, and fields of GenerateJob."""
-    skip = _OURS | IGNORED | WITHOUT_EFFECT.keys() | {*_SWITCHES, *_FIELDS, "parallel_tool_calls"}
-    said = {name: value for name, value in body.items() if name not in skip and value is not None}
-    for name in WITHOUT_EFFECT.keys() & {name for name, value in body.items() if value not in _QUIET}:
-        _log_ignored(name)
-    logprobs, top = said.get("logprobs"), said.get("top_logprobs")
-    if kind == "chat" and logprobs is not None and not isinstance(logprobs, bool):
-        raise InvalidField("logprobs", logprobs, "true or false; how many is said by top_logprobs")
-    if kind == "chat" and top and not logprobs:
-        raise InvalidField("top_logprobs", top, "only together with logprobs=true")
-    many = top if kind == "chat" else logprobs
-    if isinstance(many, int) and not isinstance(many, bool) and not 0 <= many <= MAX_TOP[kind]:
-        raise InvalidField("top_logprobs" if kind == "chat" else "logprobs", many, f"from 0 to {MAX_TOP[kind]}")
-    taken = _subjects(said)
-    quiet = {name: value for name, value in (defaults or {}).items() if not taken & _subjects({name: value})}
-    fields = job_fields({**quiet, **said}, "openai")
-    fields.pop("stream", None)
-    if logprobs is None or logprobs is False:
-        fields["logprobs"] = LogprobOptions(sampled=False)
-    if _switch(body, "stream"):
-        fields["stream"] = True
-    for name in _FIELDS:
-        if body.get(name) is not None:
-            fields[name] = body[name]
-    return fields
+def _room(prompt: Mapping[str, Any], context_length: int | None) -> int | None:
+    ids = prompt.get("token_ids")
+    return context_length - len(ids) if context_length is not None and ids is not None else None
 
 
-_QUIET: tuple[Any, ...] = (None, False, ["text"])
-"""Values of fields without effect that ask for nothing else than what is done here."""
+def _check_room(job: GenerateJob, limit: int | None) -> None:
+    """Raises InvalidField in the words by which clients tell a prompt that is too long (NeMo-Gym, verifiers)."""
+    most = job.sampling.max_new_tokens
+    if limit is not None and job.token_ids is not None and most > limit - job.token_ids.size:
+        size = job.token_ids.size
+        raise InvalidField(
+            "max_tokens",
+            most,
+            f"this model's maximum context length is {limit} tokens. However, you requested {size + most} tokens "
+            f"({size} in the prompt, {most} in the completion)",
+        )
 
 
-@cache
-def _log_ignored(name: str) -> None:
-    log.warning("%s in a request's body is ignored: %s", name, WITHOUT_EFFECT[name])
+def _chat_prompt(
+    body: Mapping[str, Any], tools: Tools, render: Render | None, wanted: bool, needed: bool
+) -> tuple[dict[str, Any], bool]:
+    """The prompt as fields of a job, and whether the worker has to see the tools, to show them or to find calls.
+
+    wanted: make ids of it here where that is possible. needed: it must be.
+    """
+    given = body.get("input_ids")
+    messages, media = _messages(body.get("messages")) if given is None or body.get("messages") else ((), {})
+    if given is not None:
+        if not is_ids(given):
+            raise InvalidField("input_ids", given, "a list of token ids, at least one")
+        if media:
+            raise InvalidField("input_ids", given, "absent beside media: their places are in messages")
+        return {"token_ids": given}, tools.parsed
+    how = _rendering(body)
+    if how or needed or (wanted and not media and render is not None):
+        if render is None or media:
+            why = "absent: the conversation is rendered by a worker" if render is None else "absent beside media"
+            raise InvalidField(next(iter(how), "messages"), True, why)
+        shown = {"tools": [tool.rendered() for tool in tools.declared]} if tools.declared else {}
+        ids = render([message.rendered() for message in messages], **{"answer": True} | how, **shown)
+        return {"token_ids": ids}, tools.parsed
+    return {"messages": messages, **media}, True
 
 
-_SUBJECTS = {f"sampling.{name}": "grammar" for name in GRAMMARS} | {"logprobs.top": "logprobs.sampled"}
-
-
-def _subjects(params: Mapping[str, Any]) -> set[str]:
-    """What parameters are about: a default gives way to what the body says about the same, by whatever name."""
-    found = {_SUBJECTS.get(path, path) for path in collect(params, "openai").fields}
-    return (found | {"grammar"} if "response_format" in params else found) - {"logit_processors"}
+_TAKEN = frozenset(
+    {"messages", "answer", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"}
+    | {"continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs"}
+)
+"""What `apply_chat_template` takes beside a template's own variables."""
 
 
 def _rendering(body: Mapping[str, Any]) -> dict[str, Any]:
-    """How the conversation ends, as arguments of Render. Empty if with the template's start of an answer."""
-    continues = _switch(body, "continue_final_message")
-    answer = _switch({"add_generation_prompt": not continues} | _given(body), "add_generation_prompt")
+    """How the conversation is rendered, as arguments of Render. Empty if as the worker does it."""
+    continues = switch(body, "continue_final_message")
+    answer = switch({"add_generation_prompt": not continues} | _given(body), "add_generation_prompt")
     if continues and answer:
         raise InvalidField("add_generation_prompt", True, "false together with continue_final_message")
-    return {} if answer else {"answer": False} | ({"continue_final_message": True} if continues else {})
+    how: dict[str, Any] = {} if answer else {"answer": False}
+    if continues:
+        how["continue_final_message"] = True
+    if (template := body.get("chat_template")) is not None:
+        if not isinstance(template, str):
+            raise InvalidField("chat_template", template, "a text")
+        how["chat_template"] = template
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping) or _TAKEN & variables.keys():
+        raise InvalidField("chat_template_kwargs", variables, f"an object, without {', '.join(sorted(_TAKEN))}")
+    return how | dict(variables)
 
 
 def _given(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,13 +237,6 @@ def _session(session: Any) -> dict[str, Any]:
     if isinstance(session, bool) or not isinstance(session, str | int) or not str(session):
         raise InvalidField("session_id", session, "a text or a number")
     return {"session_id": str(session)}
-
-
-def _switch(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise InvalidField(name, value, "true or false")
-    return bool(value)
 
 
 def _messages(raw: Any) -> tuple[tuple[ChatMessage, ...], dict[str, Any]]:
@@ -242,21 +257,37 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
     Role developer becomes system. A function's call and its answer become a tool's.
     """
-    plain = {name: value for name, value in message.items() if value is not None and name not in _ECHOED}
+    plain = {name: value for name, value in message.items() if value is not None and name in _OF_MESSAGES}
+    for name in message.keys() - _OF_MESSAGES - _ECHOED:
+        log_once(f"messages.{name}", "no chat template is shown it")
     plain["role"] = _PRESENT.get(plain["role"], plain["role"])
-    if (call := plain.pop("function_call", None)) is not None and "tool_calls" not in plain:
+    if (call := message.get("function_call")) is not None and "tool_calls" not in plain:
         plain["tool_calls"] = [{"type": "function", "function": call}]
+    if isinstance(calls := plain.get("tool_calls"), list | tuple):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
     return plain
 
 
+def _plain_call(call: Any) -> Any:
+    """Without the `index` that calls have in a stream."""
+    return {name: value for name, value in call.items() if name != "index"} if isinstance(call, Mapping) else call
+
+
 _PRESENT = {"developer": "system", "function": "tool"}
-_ECHOED = frozenset({"refusal", "annotations", "audio", "token_ids", "reasoning_content", "reasoning"})
+_OF_MESSAGES = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+_ECHOED = frozenset(
+    {"refusal", "annotations", "audio", "token_ids", "reasoning_content", "reasoning", "function_call"}
+    | {"prompt_token_ids", "generation_token_ids", "generation_log_probs"}
+)
 
 
-def _prompts(raw: Any) -> list[dict[str, Any]]:
-    def is_ids(value: Any) -> bool:
-        return isinstance(value, list | tuple) and all(type(token) is int for token in value) and len(value) > 0
+def is_ids(value: Any) -> bool:
+    """Whether it is a list of token ids, at least one."""
+    return isinstance(value, list | tuple) and all(type(token) is int for token in value) and len(value) > 0
 
+
+def prompts_of(name: str, raw: Any) -> list[dict[str, Any]]:
+    """A text, ids, or a list of either, as prompts of jobs. Raises InvalidField, which names the field."""
     if isinstance(raw, str) and raw:
         return [{"text": raw}]
     if is_ids(raw):
@@ -265,4 +296,4 @@ def _prompts(raw: Any) -> list[dict[str, Any]]:
         return [{"text": one} for one in raw]
     if isinstance(raw, list | tuple) and raw and all(is_ids(one) for one in raw):
         return [{"token_ids": one} for one in raw]
-    raise InvalidField("prompt", raw, "a text, a list of token ids, or a list of texts or of lists of ids; none empty")
+    raise InvalidField(name, raw, "a text, a list of token ids, or a list of texts or of lists of ids; none empty")

@@ -1,22 +1,27 @@
-"""Finished answers in OpenAI's form, with log-probabilities."""
+"""Finished answers in OpenAI's form, with what the readers of token ids, versions and log-probabilities look for."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
 from ...messages.model import GenerateJob, RolloutResult, Segment
+from ..calls import Delta
 from .logprobs import Decode, TokenBytes, Tokens, chat_logprobs, completion_logprobs
 from .request import Request
 
 OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
 PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
+Samples = Sequence[RolloutResult | None]
 
 
 def response(
     request: Request,
-    results: Sequence[Sequence[RolloutResult | None]],
+    results: Sequence[Samples],
     decode: Decode | None = None,
     token_bytes: TokenBytes | None = None,
 ) -> dict[str, Any]:
@@ -24,13 +29,15 @@ def response(
 
     results: the samples of each of the request's jobs, in order. None is a sample that was aborted before it began.
     decode: ids to text without special tokens. Prompts of ids need it, because their results have no text.
-        Log-probabilities show tokens as text with it, and as "token_id:<id>" without it.
+        Log-probabilities show tokens as text with it, and as "token_id:<id>" without it. Its answers are kept.
     token_bytes: `bytes_reader` of the tokenizer. Without it, `bytes` of a token that is a part of a character is null.
     """
-    choices = []
+    choices, prompts, found = [], [], []
     for place, (job, samples) in enumerate(zip(request.jobs, results, strict=True)):
-        for number, sample in enumerate(samples):
-            choices.append(_choice(request, place * job.n + number, sample, decode, token_bytes))
+        prompts.append(prompt := _prompt_ids(job, samples))
+        for number, given in enumerate(samples):
+            found.append(sample := given if given is not None else _not_begun(job, number))
+            choices.append(_choice(request, place * job.n + number, sample, decode, token_bytes, prompt=prompt))
     answer: dict[str, Any] = {
         "id": response_id(request),
         "object": OBJECTS[request.kind],
@@ -38,9 +45,10 @@ def response(
         "model": request.model,
         "choices": choices,
         "usage": usage(request.jobs, results),
+        "system_fingerprint": _fingerprint(found),
+        **weight_versions([version for sample in found for version in sample.versions]),
     }
     if request.token_ids:
-        prompts = [_prompt_ids(job, samples) for job, samples in zip(request.jobs, results, strict=True)]
         answer["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
     return answer
 
@@ -50,11 +58,28 @@ def response_id(request: Request) -> str:
     return PREFIX[request.kind] + request.jobs[0].id
 
 
-def usage(jobs: Sequence[GenerateJob], results: Sequence[Sequence[RolloutResult | None]]) -> dict[str, int]:
-    """Token counts. The prompt of several samples counts once."""
-    prompts = sum(len(_prompt_ids(job, samples)) for job, samples in zip(jobs, results, strict=True))
+def usage(jobs: Sequence[GenerateJob], results: Sequence[Samples]) -> dict[str, Any]:
+    """Token counts. The prompt of several samples counts once, and so does what was cached of it for all of them."""
+    prompts = cached = 0
+    for job, samples in zip(jobs, results, strict=True):
+        prompts += len(ids := _prompt_ids(job, samples))
+        hits = (sample.cached_tokens for sample in samples if sample is not None)
+        cached += min(len(ids), min(hits, default=0))
     generated = sum(sample.token_ids.size for samples in results for sample in samples if sample is not None)
-    return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": generated,
+        "total_tokens": prompts + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def weight_versions(versions: Sequence[int]) -> dict[str, int]:
+    """The oldest and the newest of the versions that sampled tokens of an answer. `weight_version` is the oldest."""
+    if not versions:
+        return {}
+    oldest, newest = min(versions), max(versions)
+    return {"weight_version": oldest, "weight_version_start": oldest, "weight_version_end": newest}
 
 
 def text_of(request: Request, result: RolloutResult, decode: Decode | None) -> str:
@@ -84,42 +109,105 @@ def version_spans(segments: Iterable[Segment], start: int = 0) -> list[dict[str,
     return spans
 
 
-def stop_reason(result: RolloutResult) -> Any:
-    """The stop that ended the sample, in the form of vLLM's servers: a token id, a text, or a list of ids."""
-    return list(result.matched_stop) if isinstance(result.matched_stop, tuple) else result.matched_stop
+def ending(request: Request, result: RolloutResult, calls: bool) -> dict[str, Any]:
+    """`finish_reason`, and `stop_reason` as in vLLM's servers: a token id, a text, or a list of ids, and "abort"."""
+    finish, matched = result.finish_reason, result.matched_stop
+    shown = {"abort": request.abort, "stop": request.tools.finish if calls else "stop"}.get(finish, finish)
+    stop = "abort" if finish == "abort" else list(matched) if isinstance(matched, tuple) else matched
+    return {"finish_reason": shown, "stop_reason": stop}
+
+
+def token_fields(
+    request: Request,
+    source: RolloutResult | Delta,
+    decode: Decode | None,
+    token_bytes: TokenBytes | None,
+    *,
+    start: int = 0,
+    offset: int = 0,
+) -> dict[str, Any]:
+    """The fields of a choice about its tokens, as the request asks for them.
+
+    start, offset: tokens, and characters of text, of the sample before these.
+    """
+    fields: dict[str, Any] = {"logprobs": None}
+    if request.logprobs and (source.token_ids.size or isinstance(source, RolloutResult)):
+        tokens, plain = Tokens.of(source.token_ids, source.logprobs, source.token_arrays), request.ids_as_tokens
+        if request.kind == "chat":
+            fields["logprobs"] = chat_logprobs(tokens, decode, token_bytes, plain)
+        else:
+            fields["logprobs"] = completion_logprobs(tokens, decode, offset, plain)
+    if request.token_ids:
+        fields["token_ids"] = fields["response_token_ids"] = source.token_ids.tolist()
+    if request.versions:
+        fields["weight_versions"] = version_spans(source.segments, start)
+    return fields
+
+
+def prompt_fields(request: Request, ids: list[int]) -> dict[str, Any]:
+    """The fields of a choice about its prompt."""
+    return {"prompt_token_ids": ids} if request.token_ids or request.prompt_ids else {}
 
 
 def _choice(
     request: Request,
     index: int,
-    sample: RolloutResult | None,
+    sample: RolloutResult,
     decode: Decode | None,
     token_bytes: TokenBytes | None,
+    *,
+    prompt: list[int],
 ) -> dict[str, Any]:
-    text = text_of(request, sample, decode) if sample is not None else ""
-    finish: str = sample.finish_reason if sample is not None else "abort"
+    text = text_of(request, sample, decode)
+    tokens = Tokens.of(sample.token_ids, sample.logprobs, {})
     choice: dict[str, Any] = {"index": index}
+    calls: list[dict[str, Any]] = []
     if request.kind == "chat":
-        content, calls = request.tools.calls(sample, text) if sample is not None else (text, [])
+        content, calls = request.tools.calls(sample, text)
         choice["message"] = {"role": "assistant", "content": content} | request.tools.shown(calls)
-        finish = request.tools.finish if calls and finish == "stop" else finish
+        if prompt and request.logprobs and request.ids_as_tokens:  # or NeMo-Gym tokenizes the conversation once more
+            ids = {"prompt_token_ids": prompt, "generation_token_ids": tokens.ids}
+            choice["message"] |= ids | {"generation_log_probs": tokens.logprobs}
     else:
         choice["text"] = text
-    choice["finish_reason"] = finish
-    choice["stop_reason"] = stop_reason(sample) if sample is not None else None
-    choice["logprobs"] = None
-    if request.logprobs and sample is not None:
-        tokens = Tokens.of(sample.token_ids, sample.logprobs, sample.token_arrays)
-        chat = request.kind == "chat"
-        choice["logprobs"] = chat_logprobs(tokens, decode, token_bytes) if chat else completion_logprobs(tokens, decode)
-    if request.token_ids:
-        choice["token_ids"] = sample.token_ids.tolist() if sample is not None else []
-    if request.versions:
-        choice["weight_versions"] = version_spans(sample.segments if sample is not None else ())
-    return choice
+    choice |= ending(request, sample, bool(calls)) | prompt_fields(request, prompt)
+    if request.meta_info:
+        choice["meta_info"] = _meta_info(sample, len(prompt), tokens if request.logprobs else None)
+    return choice | token_fields(request, sample, decode, token_bytes)
 
 
-def _prompt_ids(job: GenerateJob, samples: Sequence[RolloutResult | None]) -> list[int]:
+def _not_begun(job: GenerateJob, number: int) -> RolloutResult:
+    """What stands for a sample that was aborted before it began."""
+    who = {"job_id": job.id, "sample": number, "n": job.n, "group_id": job.group, "worker_id": ""}
+    return RolloutResult(**who, attempt=1, token_ids=np.zeros(0, np.int32), finish_reason="abort")
+
+
+def _meta_info(sample: RolloutResult, prompt: int, tokens: Tokens | None) -> dict[str, Any]:
+    """SGLang's `meta_info` of one sample. tokens: with log-probabilities, if they are asked for."""
+    info = {
+        "id": sample.job_id,
+        "finish_reason": {"type": sample.finish_reason, "matched": sample.matched_stop},
+        "prompt_tokens": prompt,
+        "completion_tokens": sample.token_ids.size,
+        "cached_tokens": sample.cached_tokens,
+        **weight_versions(sample.versions),
+        "weight_versions": version_spans(sample.segments),
+    }
+    if "weight_version" in info:
+        info["weight_version"] = str(info["weight_version"])  # as SGLang has it
+    if tokens is not None:
+        pairs = zip(tokens.logprobs, tokens.ids, strict=True)
+        info["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
+    return info
+
+
+def _fingerprint(samples: Sequence[RolloutResult]) -> str | None:
+    """OpenAI's name for what an answer was computed with: the same for the same engine, model, dtype and device."""
+    known = next((sample.fingerprint for sample in samples if sample.fingerprint), None)
+    return f"fp_{blake2b(repr(sorted(known.items())).encode(), digest_size=5).hexdigest()}" if known else None
+
+
+def _prompt_ids(job: GenerateJob, samples: Samples) -> list[int]:
     """The ids of a prompt. For a prompt of text a worker made them; [] if no sample has them."""
     if job.token_ids is not None:
         return list(job.token_ids.tolist())

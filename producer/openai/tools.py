@@ -19,12 +19,20 @@ class Tools:
     declared: the tools that the chat template shows to the model. schema: if the answer must be calls ("required", or a
     named tool), the JSON schema of the whole answer, a list of {"name", "parameters"}. one: keep only the first call.
     legacy: the body has `functions`, OpenAI's older form of tools. Then the answer has a `function_call`.
+    silent: the choice is "none". The model is shown the tools all the same, as in vLLM, so that a conversation's
+        prompts stay extensions of each other. Calls in the answer stay text.
     """
 
     declared: tuple[Tool, ...] = ()
     schema: str | None = None
     one: bool = False
     legacy: bool = False
+    silent: bool = False
+
+    @property
+    def parsed(self) -> bool:
+        """Whether an answer may have calls."""
+        return bool(self.declared) and not self.silent
 
     @property
     def finish(self) -> str:
@@ -43,7 +51,7 @@ class Tools:
 
     def calls(self, result: RolloutResult, text: str) -> tuple[str | None, list[dict[str, Any]]]:
         """One sample as (text, valid calls in OpenAI's form). The text is None if there are calls."""
-        if not self.declared:
+        if not self.parsed:
             return text, []
         if self.schema is not None:
             found = _forced(text, result)
@@ -84,7 +92,7 @@ def _read(field: str, raw: Any, choice_field: str, choice: Any, *, one: bool = F
     if choice in (None, "auto"):
         return Tools(declared, None, one, legacy)
     if choice == "none":
-        return Tools()
+        return Tools(declared, None, one, legacy, silent=True)
     if choice == "required" and not legacy:
         return Tools(declared, _schema(declared, one), one)
     named = choice if legacy else choice.get("function") if isinstance(choice, Mapping) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...messages.errors import InvalidField, RolloutMQError
@@ -92,6 +93,7 @@ class Generation:
                 request = await asyncio.to_thread(chat_request, body, defaults, self._core.texts.encode_chat)
             else:
                 request = await asyncio.to_thread(completion_request, body, defaults)
+            request = replace(request, abort="abort")  # SkyRL continues such answers
             async with self.begin() as call:
                 found = await self._run(call, request.jobs)
             decode, token_bytes = None, None

@@ -19,6 +19,7 @@ from support.specimens.messages import ID, job, result, specimens
 
 from fuzz.lines import make_asked, make_told, run_asked, run_told
 from fuzz.mutator import mutated, mutated_bytes, pack, unpack
+from fuzz.recorded import make_turns, run_turns
 from fuzz.stub import Answers
 from rolloutmq.messages import Broker, Lease, MessageError, RolloutMQError, decode, encode
 from rolloutmq.messages.broker import CommandBox
@@ -360,4 +361,5 @@ TARGETS = {
     "bell": Target(_make_bell, _run_bell),
     "asked": Target(make_asked, run_asked),
     "told": Target(make_told, run_told),
+    "turns": Target(make_turns, run_turns),
 }

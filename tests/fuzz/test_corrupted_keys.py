@@ -52,6 +52,8 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
     "epoch": ("hash", lambda it: it.keys.epoch(1)),
     "command": ("hash", lambda it: it.keys.command(it.command_id)),
     "answers": ("hash", lambda it: it.keys.answers(it.command_id)),
+    "sessions": ("zset", lambda it: it.keys.sessions),
+    "session": ("hash", lambda it: it.keys.session("default/s")),
     "workers": ("zset", lambda it: it.keys.workers),
     "deadlines": ("zset", lambda it: it.keys.deadlines),
     "clock": ("hash", lambda it: it.keys.clock),
@@ -78,6 +80,7 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
 UNCOUNTED = {
     "ward",
     "reader",
+    "session",
     "version",
     "epoch",
     "token",

@@ -140,7 +140,7 @@ def admit(
     if job.sampling.max_new_tokens > room and not claim.ending:
         raise RequestRefused(
             f"sampling.max_new_tokens={job.sampling.max_new_tokens}: the prompt has {len(prompt)} tokens and the "
-            f"context {info.context_length}, so at most {max(0, room)} are possible"
+            f"context length {info.context_length}, so at most {max(0, room)} are possible"
         )
     for index in range(job.n):
         if index in claim.published:

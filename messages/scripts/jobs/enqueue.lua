@@ -2,7 +2,7 @@
 -- ARGV: prefix, max_jobs, max_bytes, max_unread, letter,
 --       *jobs (job_id, payload, n, priority, client, min_version, max_staleness, deadline_ms, group, adapter, prefers,
 --       digest, needs)
--- max_bytes: payloads of open jobs and their saved pieces, results that nobody has taken yet, and dead letters. max_unread: bytes of results
+-- max_bytes: payloads of open jobs and their saved pieces, results that nobody has taken yet, dead letters, and recorded sessions. max_unread: bytes of results
 -- that one client may leave untaken. letter: entry id of the dead letter that the job replaces.
 -- adapter: <name>@<least version>. prefers: the worker it prefers, as <ms>@<worker id>. letter, max_staleness,
 -- deadline_ms (from now), group, adapter, prefers and needs are '' for none. digest: of the job's content, see same_job. needs: what
@@ -33,9 +33,10 @@ for i = 6, #ARGV, STRIDE do
   given[id] = payload
 end
 if #taken > 0 then return {'TAKEN', unpack(taken)} end
-local load = redis.call('HMGET', load_key, 'jobs', 'bytes', 'unread', 'letters', 'saved', 'turn0', 'turn1', 'turn2', 'cap')
+local load = redis.call('HMGET', load_key, 'jobs', 'bytes', 'unread', 'letters', 'saved', 'turn0', 'turn1', 'turn2', 'cap',
+  'session_bytes')
 local jobs, open_bytes = counted(load[1]), counted(load[2])
-local kept = counted(load[3]) + counted(load[4]) + counted(load[5])
+local kept = counted(load[3]) + counted(load[4]) + counted(load[5]) + counted(load[10])
 local accepted, bytes = 0, 0
 local now = string.format('%.0f', clock().now)   -- Redis turns a text into an argument much faster than a number
 local states, unread, next_turns, samples = {}, {}, {}, 0

@@ -61,6 +61,7 @@ for _, id in ipairs(client ~= '' and redis.call('SRANDMEMBER', client_key(client
 end
 ring_cancelled(lost)
 local at = tick(whole(ARGV[3]), whole(ARGV[4]))
+expire_sessions()
 local ended, replies = end_overdue(tonumber(ARGV[2])), KEY.reply .. client
 local newest = redis.call('XREVRANGE', replies, '+', '-', 'COUNT', 1)[1]
 return {ended, at, newest and newest[1] or '', redis.call('XLEN', replies)}

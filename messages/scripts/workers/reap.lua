@@ -44,6 +44,7 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', KEY.workers, '-inf', now, 'L
 end
 if removed > 0 then redis.call('HINCRBY', load_key, 'leases_lost', removed) end
 local expired = end_overdue(left)
+expire_sessions()
 local undecided = end_preferences(left - expired)
 -- Check one reply stream per call. If it has expired unread, its bytes are no longer counted.
 local client = redis.call('HRANDFIELD', KEY.unread)

@@ -9,8 +9,10 @@ import pytest
 from redis.asyncio import Redis
 from support.pools.pool import dump, replies, status
 from support.specimens.messages import job, result
+from support.specimens.turns import turn
 
 from rolloutmq.messages import Broker, Finished, Lease, Partial, Piece, Release, Segment, WeightAnnouncement
+from rolloutmq.messages.broker import RecordedSessions
 from rolloutmq.messages.broker.command_channel import CommandBox, CommandSender
 from rolloutmq.messages.broker.dead_letters import DeadLetters
 from rolloutmq.messages.model.commands import CommandReply
@@ -27,6 +29,22 @@ SAYS_LOOK = ("bell", "transfers", "wake", "news:client", "clock")
 LASTING = {"load", "bell", "weights", "holders", "transfers", "dead", "letters", "clock"}
 """The only keys that may outlive everything: counters, bounded bell, newest version and who has it, bounded reports,
 dead letters, clock."""
+
+
+async def recorded(sessions: RecordedSessions) -> None:
+    """A session is recorded, taken and forgotten."""
+    for number in range(2):
+        await sessions.record("default", "s", f"k{number}", turn([1, 2], [3]))
+    assert len(await sessions.take("default", "s")) == 2
+    assert await sessions.forget("default", "s")
+
+
+async def tenants(scripts: Scripts) -> None:
+    """A request of a gateway's tenant, admitted, kept and settled."""
+    *told, day = await scripts.run(calls.admit("tenant", "request", 5, 1, 5, 5, 1, 60_000))
+    assert told == [b"ok", 0, 0, 0]
+    for back in ("", 3):
+        await scripts.run(calls.settle("tenant", 60_000, ("request", back, day)))
 
 
 async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease], Awaitable[None]]) -> None:
@@ -62,8 +80,10 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     await worker.complete([Finished(crashed.id, 3, i, result(crashed, i, 3)) for i in range(2)])
 
     ledger = Ledger(broker.redis, "default")
-    served, failed = TransferReport(True, "done", holder="h:2"), TransferReport(False, "verify", "no")
-    for version, report in ((1, served), (2, failed)):
+    for version, report in (
+        (1, TransferReport(True, "done", holder="h:2")),
+        (2, TransferReport(False, "verify", "no")),
+    ):
         announcement = WeightAnnouncement(
             version=version,
             epoch=await ledger.new_epoch(),
@@ -79,17 +99,18 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     assert [await ledger.reserve(number, "a folder") for number in (2, 3)] + [await ledger.committed()] == [2, 0, 1]
     assert await ledger.holders(1) == (VersionHolder(1, "h:1", "t"), [VersionHolder(1, "h:2", "t")])
     await broker._scripts.run(calls.learn(2, ("a", 1)))  # as a shard that is not the home
-    again = [await broker._scripts.run(calls.begin_again(version)) for version in (1, 2)]
-    assert (again, await ledger.newest()) == ([2, 0], {"": 3, "a": 1})
+    assert [await broker._scripts.run(calls.begin_again(version)) for version in (1, 2)] == [2, 0]
+    assert await ledger.newest() == {"": 3, "a": 1}
 
+    await recorded(RecordedSessions(broker))
+    await tenants(broker._scripts)
     await (letters := DeadLetters(broker)).drop(str(await letters.newest_id()))
     outcomes = await replies(broker)
-    assert len(outcomes) == 4 + 4
     await broker.ack("client", outcomes)
     await worker.reap(3)
     assert await worker.leave() == 0
     load = await broker.load()
-    assert (load.accepted, load.done, load.cancelled, load.expired, load.dead) == (6, 2, 2, 1, 1)
+    assert (len(outcomes), load.accepted, load.done, load.cancelled, load.expired, load.dead) == (8, 6, 2, 2, 1, 1)
     assert (load.open_jobs, load.open_bytes) == (0, 0)
 
 

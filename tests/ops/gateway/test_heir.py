@@ -18,7 +18,8 @@ from support.specimens.messages import tokens
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker
-from rolloutmq.ops.gateway import Answer, RequestLost
+from rolloutmq.ops.gateway.answers import Answer
+from rolloutmq.ops.gateway.requests import RequestLost
 from rolloutmq.ops.operations.audit.sweep import Sweep
 from rolloutmq.worker.scripted.engine import ScriptedEngine, scripted_token
 

@@ -15,7 +15,7 @@ from rolloutmq import GenerateJob, InvalidField
 from rolloutmq.messages import JobFailure, MessageError, PoolBusy, codec, connect, encode
 from rolloutmq.messages.model import EmbedJob, EmbedResult
 from rolloutmq.messages.redis import PoolRedis
-from rolloutmq.ops.gateway import KeyReused, Request, RequestLost, Requests
+from rolloutmq.ops.gateway.requests import KeyReused, Request, RequestLost, Requests
 
 OWNER = "acme/gw-1"
 EMPTY = b"\x01\x01\x30\x80"

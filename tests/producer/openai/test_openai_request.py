@@ -10,8 +10,7 @@ import pytest
 from support.lazily import Lazily
 
 from rolloutmq.messages import InvalidField, LogprobOptions
-from rolloutmq.producer.openai import chat_request, completion_request, error_of
-from rolloutmq.producer.openai import request as request_module
+from rolloutmq.producer.openai import chat_request, completion_request, error_of, fields
 
 USER = {"role": "user", "content": "hé"}
 TOOL = {
@@ -138,7 +137,7 @@ def test_every_field_of_openais_own_client_is_read(chats: bool) -> None:
 
 
 def test_a_field_without_effect_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    request_module._log_ignored.cache_clear()
+    fields._logged.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             chat(verbosity="low", modalities=["text"], echo=False)
@@ -152,7 +151,7 @@ def test_functions_are_tools_of_one_call() -> None:
     request = chat(functions=[function, other])
     assert [tool.function.name for tool in request.jobs[0].tools] == ["add", "other"]
     assert (request.tools.legacy, request.tools.one) == (True, True)
-    assert chat(functions=[function], function_call="none").jobs[0].tools == ()
+    assert not chat(functions=[function], function_call="none").tools.parsed
     named = chat(functions=[function, other], function_call={"name": "other"}).jobs[0]
     schema = json.loads(named.sampling.json_schema or "")
     assert schema["items"]["properties"]["name"]["enum"] == ["other"]
@@ -195,7 +194,8 @@ def test_tools_by_choice() -> None:
     auto = chat(tools=[TOOL, OTHER])
     assert [tool.function.name for tool in auto.jobs[0].tools] == ["add", "other"]
     assert auto.jobs[0].sampling.json_schema is None
-    assert chat(tools=[TOOL], tool_choice="none").jobs[0].tools == ()
+    none = chat(tools=[TOOL], tool_choice="none")
+    assert ([tool.function.name for tool in none.jobs[0].tools], none.tools.parsed) == (["add"], False)
 
     required = chat(tools=[TOOL, OTHER], tool_choice="required", max_tokens=5).jobs[0]
     schema = json.loads(required.sampling.json_schema or "")

@@ -42,7 +42,8 @@ async def test_a_chat(redis_db: str) -> None:
             assert [entry["token"] for entry in choice["logprobs"]["content"]] == [str(token) for token in ids]
             assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 3}]
             assert choice["finish_reason"] == "length"
-        assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+        counts = {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+        assert answer["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
         assert answer["prompt_token_ids"] == Words().encode("uabc").tolist()
         plain = await asked(it)  # how many, and what is in it, says the body alone
         assert len(plain["choices"]) == 1

@@ -18,7 +18,9 @@ from support.pools.pool import eventually
 
 from rolloutmq import GenerateJob, RolloutMQError
 from rolloutmq.messages import connect
-from rolloutmq.ops.gateway import Answer, Gateways, Request, RequestLost, Requests
+from rolloutmq.ops.gateway.answers import Answer
+from rolloutmq.ops.gateway.heir import Gateways
+from rolloutmq.ops.gateway.requests import Request, RequestLost, Requests
 from rolloutmq.producer.calls import run
 from rolloutmq.producer.core import ClientCore
 from rolloutmq.producer.inbox import Group

@@ -173,9 +173,9 @@ def test_what_a_cpu_and_this_configuration_cannot_do_is_refused_with_the_reason(
 
 def test_the_kv_cache_is_what_limits_a_request_and_the_longest_one_runs(client: BlockingRolloutClient) -> None:
     """The model's context is 2,048 tokens. What an engine that was here lately could run would wait for it."""
-    with pytest.raises(JobFailed, match=r"the prompt has 35 tokens and the context \d+") as refused:
+    with pytest.raises(JobFailed, match=r"the prompt has 35 tokens and the context length \d+") as refused:
         client.wait(client.submit(greedy(2100)), 60)
-    (limit,) = map(int, re.findall(r"the context (\d+)", str(refused.value)))
+    (limit,) = map(int, re.findall(r"the context length (\d+)", str(refused.value)))
     assert 1900 < limit < 2000
     for count in (8, 300):
         (result,) = client.wait(client.submit(greedy(count, [3] * (limit - count))), 60)

@@ -1,0 +1,56 @@
+"""`rolloutmq gateway`: a pool over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...messages.defaults import DEFAULT_URL
+from .options import LogLevel, Pool, RedisUrl, log_to_stderr, say
+
+Host = Annotated[str, typer.Option(help="Address to listen on; other hosts need --keys.")]
+
+
+def gateway(
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    keys: Annotated[Path | None, typer.Option(help="File of tenants and their keys; see docs/security.md.")] = None,
+    new_key: Annotated[bool, typer.Option("--new-key", help="Print a new key and its line for that file.")] = False,
+    served_model_name: Annotated[str, typer.Option(help="The model's name for clients; default: the workers'.")] = "",
+    tokenizer: Annotated[str | None, typer.Option(help="Path or name; default: the model's, if it is here.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate in PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key in PEM.")] = None,
+    tls_client_ca: Annotated[Path | None, typer.Option(help="Serve only clients with a certificate of it.")] = None,
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    json: Annotated[bool, typer.Option("--json", help="Print where it listens as one line of JSON.")] = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Serve the pool to clients of OpenAI's API, until SIGTERM or Ctrl-C. Any number of them may run side by side.
+
+    \b
+    rolloutmq gateway --port 8000
+    curl http://127.0.0.1:8000/v1/models
+    """
+    from ...messages.errors import ConfigError
+    from ..gateway import Gateway, HttpServer, Settings, Tls, application
+    from ..gateway import new_key as made_key
+
+    if new_key:
+        key, line = made_key()
+        say({"key": key, "line": line}, [f"key   {key}", f"line  {line}"], json)
+        return
+    if keys is None and host not in {"127.0.0.1", "localhost", "::1"}:
+        raise ConfigError(f"--host {host}: other hosts than this one need --keys, so that not everybody is served")
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key: both, or none")
+    tls = None if tls_cert is None or tls_key is None else Tls(tls_cert, tls_key, tls_client_ca)
+    log_to_stderr(log_level)
+    served = Gateway(Settings(redis, pool, served_model_name, tokenizer, keys))
+    server = HttpServer(application(served), host, port, tls=tls)
+    where = f"{'https' if tls else 'http'}://{host}:{server.port}/v1"
+    say({"url": where}, [f"listening on {where}"], json)
+    asyncio.run(server.serve())

@@ -1,0 +1,101 @@
+"""What one HTTP request asks for: its body, whose it is, and the names that it gives its session and itself."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request as Http
+
+from ...messages.errors import InvalidField
+from .refused import Refused
+from .requests import Request
+from .tenants import Tenant
+
+T = TypeVar("T")
+SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
+RETRIES = "x-stainless-retry-count"
+"""OpenAI's clients say there how often they have sent a request before."""
+MAX_KEY = 256
+
+
+class ClientGone(Exception):
+    """Whoever asked has hung up."""
+
+
+@dataclass(slots=True)
+class Call:
+    """session: as a path, a header or the body names it. key: what the client calls its request, None if nothing.
+
+    repeat: whether the client says that it has sent this before. request: as others know it, if they are to.
+    """
+
+    http: Http
+    body: dict[str, Any]
+    tenant: Tenant
+    session: str | None
+    key: str | None
+    repeat: bool
+    request: Request | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether what comes of it is kept for others: a client that asks again, or a trainer."""
+        return self.key is not None or self.session is not None
+
+    @property
+    def digest(self) -> bytes:
+        """Of what is asked for: the same for a request that is sent again."""
+        plain = orjson.dumps([self.http.url.path, self.session, self.body], option=orjson.OPT_SORT_KEYS)
+        return hashlib.sha256(plain).digest()
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. It is cancelled, and ClientGone raised, as soon as the client hangs up."""
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone
+            return task.result()
+        finally:
+            gone.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _gone(self) -> None:
+        while (await self.http.receive())["type"] != "http.disconnect":
+            pass
+
+
+async def read_call(http: Http, tenant: Tenant) -> Call:
+    """Read a request with a JSON object as its body. Raises InvalidField, and Refused for what is no JSON."""
+    body = await read_json(http)
+    session = http.path_params.get("session") or next(
+        (http.headers[it] for it in SESSION_HEADERS if it in http.headers), None
+    )
+    said = body.get("session_id")
+    if session is None and isinstance(said, str | int) and not isinstance(said, bool):
+        session = str(said)
+    elif session is None and said is not None:
+        raise InvalidField("session_id", said, "a text or a number: one session a request")
+    key = http.headers.get("idempotency-key") or body.get("request_id") or body.get("rid")
+    if key is not None and (not isinstance(key, str) or len(key) > MAX_KEY):
+        raise InvalidField("request_id", key, f"a text of at most {MAX_KEY} characters")
+    return Call(http, body, tenant, session, key, http.headers.get(RETRIES, "0").strip() not in {"", "0"})
+
+
+async def read_json(http: Http) -> dict[str, Any]:
+    """A request's body. Raises Refused if it is no JSON object."""
+    raw = await http.body()
+    try:
+        body = orjson.loads(raw)
+    except ValueError as error:
+        raise Refused(400, "invalid_json", f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "invalid_json", f"the body is a JSON {type(body).__name__}: an object is expected")
+    return body

@@ -1,0 +1,163 @@
+"""From jobs to results: how every door of a gateway runs its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...messages.errors import JobFailed
+from ...messages.model import GenerateJob, RolloutResult
+from ...producer.calls import Delta, LastWorkers, Streams, run
+from ...producer.core import ClientCore
+from ...producer.inbox import Group, Handle, HandOut
+
+ROOM_S = 20.0
+"""A request waits so long for room in a full pool: less than any client waits for an answer."""
+Keep = Callable[[list[Group]], Awaitable[None]]
+"""Makes durable what came of a request's jobs, before Redis forgets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A tenant's client in this process. The pool serves tenants by turns."""
+
+    core: ClientCore
+    streams: Streams
+
+    async def close(self) -> None:
+        """What it has open goes on, for whoever inherits it."""
+        await self.streams.close()
+        await self.core.close()
+
+
+class Core:
+    """Runs jobs for tenants."""
+
+    def __init__(self, redis_url: str, pool: str, join: Callable[[str], Awaitable[str]]) -> None:
+        """join(tenant): the id for this gateway's client of a tenant."""
+        self._url, self._pool, self._join = redis_url, pool, join
+        self._members: dict[str, asyncio.Task[Member]] = {}
+        self._workers = LastWorkers()
+
+    async def member(self, tenant: str) -> Member:
+        """The client of a tenant. Raises RedisUnavailable."""
+        task = self._members.get(tenant)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._members[tenant] = asyncio.create_task(self._member(tenant))
+        return await asyncio.shield(task)
+
+    async def _member(self, tenant: str) -> Member:
+        client_id = await self._join(tenant)
+        core = ClientCore(self._url, self._pool, client_id=client_id, max_outstanding=1 << 20, caps=None)
+        try:
+            await core.open()
+        except BaseException:
+            await core.close()
+            raise
+        return Member(core, Streams(core))
+
+    async def close(self, *_old: object) -> None:
+        """Close the clients. The next request of a tenant begins another one."""
+        members, self._members = self._members, {}
+        for found in await asyncio.gather(*members.values(), return_exceptions=True):
+            if isinstance(found, Member):
+                await found.close()
+
+    async def run(self, tenant: str, jobs: Sequence[GenerateJob], keep: Keep | None = None) -> list[Group]:
+        """What came of each job. A call that is cancelled cancels its jobs. Raises PoolBusy and InvalidField."""
+        member = await self.member(tenant)
+        groups = await run(member.core, [self._near(tenant, job) for job in jobs], ROOM_S, keep)
+        self._note(tenant, groups)
+        return groups
+
+    async def stream(self, tenant: str, jobs: Sequence[GenerateJob], keep: Keep | None = None) -> Stream:
+        """Begin jobs whose tokens are wanted as they come. Raises what `run` raises, before anything is streamed."""
+        member = await self.member(tenant)
+        streamed = [self._near(tenant, job).model_copy(update={"stream": True}) for job in jobs]
+        handles = await member.core.submit_many(streamed, ROOM_S)
+
+        async def kept(groups: list[Group]) -> None:
+            if keep is not None:
+                await keep(groups)
+            self._note(tenant, groups)
+
+        return Stream(member, handles, kept)
+
+    def _near(self, tenant: str, job: GenerateJob) -> GenerateJob:
+        """The job, which prefers the worker that has the beginning of its session in its cache."""
+        worker = self._workers.get((tenant, job.session_id)) if job.session_id is not None else None
+        if worker is None or job.prefer_worker is not None:
+            return job
+        return job.model_copy(update={"prefer_worker": worker})
+
+    def _note(self, tenant: str, groups: Sequence[Group]) -> None:
+        for sample in (sample for group in groups for sample in group.results):
+            if sample.session_id is not None:
+                self._workers.note((tenant, sample.session_id), sample.worker_id)
+
+
+class Stream:
+    """The tokens of jobs as they come. It goes on by itself until the jobs have ended, or `task` is cancelled."""
+
+    def __init__(self, member: Member, handles: Sequence[Handle], keep: Keep) -> None:
+        self._member, self._handles, self._keep = member, handles, keep
+        self._held: list[HandOut] = []
+        self._came: asyncio.Queue[Delta | None] = asyncio.Queue(64)
+        self._heard = True
+        self.task = asyncio.create_task(self._work())
+
+    async def deltas(self, *, stay: bool) -> AsyncGenerator[Delta]:
+        """All jobs' deltas, and the end when all is kept. Raises JobFailed.
+
+        stay: whether the jobs go on if nobody listens any more; else they are cancelled.
+        """
+        try:
+            while (delta := await self._came.get()) is not None:
+                yield delta
+            await self.task
+        finally:
+            if not self.task.done():
+                self._heard = False
+                while not self._came.empty():
+                    self._came.get_nowait()
+                if not stay:
+                    self.task.cancel()
+
+    async def ended(self) -> None:
+        """Return when what came of the jobs is kept, also if that is a failure. Cancelling this cancels them."""
+        with contextlib.suppress(JobFailed):
+            await self.task
+
+    async def _work(self) -> None:
+        kept = False
+        try:
+            groups = await asyncio.gather(*(self._of(handle) for handle in self._handles))
+            await self._keep(groups)
+            kept = True
+            if failures := [failure for group in groups for failure in group.failures]:
+                raise JobFailed(failures[0])
+        finally:
+            for out in self._held if kept or not self._member.core.reader.over else ():
+                out.acknowledge()
+            if not kept:
+                await self._member.core.give_up([one.job_id for one in self._handles], ended_too=True)
+            await self._say(None)
+
+    async def _of(self, handle: Handle) -> Group:
+        results: list[RolloutResult] = []
+        failures: list[Any] = []
+        try:
+            async for delta in self._member.streams.of(handle, None, self._held):
+                if delta.result is not None:
+                    results.append(delta.result)
+                await self._say(delta)
+        except JobFailed as failed:
+            failures.append(failed.failure)
+        return Group(handle.group_id, tuple(sorted(results, key=lambda it: it.sample)), tuple(failures))
+
+    async def _say(self, delta: Delta | None) -> None:
+        if self._heard:
+            await self._came.put(delta)

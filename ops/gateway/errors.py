@@ -1,0 +1,30 @@
+"""Which HTTP error an error of the pool is."""
+
+from __future__ import annotations
+
+from redis.exceptions import RedisError
+
+from ...messages.errors import RequestRefused, RolloutMQError, TurnRefused
+from ...producer.openai import error_of
+from .refused import Refused
+from .requests import KeyReused
+
+
+def told(error: Exception) -> Refused:
+    """What the client is told of an error. Errors that nobody raises on purpose are bugs, and only the log has them."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, KeyReused):
+        return Refused(422, "idempotency_key_reused", str(error), param=error.field)
+    if isinstance(error, TurnRefused):
+        full = error.reason in {"pool", "memory"}
+        return Refused(503 if full else 409, f"session_{error.reason}", str(error), retry_after_s=1 if full else None)
+    if isinstance(error, RequestRefused):
+        return Refused(400, "invalid_request_error", str(error))
+    if isinstance(error, RolloutMQError):
+        found = error_of(error)["error"]
+        wait = 1 if found["code"] in {429, 503} else None
+        return Refused(found["code"], found["type"], found["message"], param=found["param"], retry_after_s=wait)
+    if isinstance(error, RedisError | OSError | TimeoutError):
+        return Refused(503, "service_unavailable", "The pool's Redis does not answer.", retry_after_s=1)
+    raise error

@@ -1,0 +1,81 @@
+"""What a gateway knows of its pool, read when somebody asks and the last reading is old."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import PurePath
+from typing import NamedTuple
+
+from redis.exceptions import RedisError
+
+from ...messages.broker import Broker
+from ...messages.errors import RolloutMQError
+from ...messages.model import WorkerStatus
+from ...producer.diagnosis import PoolReading, read_pool, reasons
+
+FRESH_S = 1.0
+ANSWER_S = 5.0
+"""A reading that takes longer counts as none: Redis is away."""
+
+
+class Model(NamedTuple):
+    """name: for clients. path: as the workers call it. context: tokens of prompt and answer. "" and 0 while no worker
+    has said them."""
+
+    name: str
+    path: str
+    context: int
+
+    @property
+    def names(self) -> set[str]:
+        """What a request may call it."""
+        return {self.name, self.path, PurePath(self.path).name} - {""}
+
+
+class PoolFacts:
+    """The pool's workers, model, adapters and versions. name: of the model for clients; "" for the workers' own."""
+
+    def __init__(self, broker: Broker, name: str = "") -> None:
+        self._broker, self._name = broker, name
+        self._reading: PoolReading | None = None
+        self._at = float("-inf")
+        self._one = asyncio.Lock()
+        self.draining = False
+        """Whether this gateway is about to end."""
+
+    async def read(self, max_age_s: float = FRESH_S) -> PoolReading:
+        """The pool, no older than that. Raises RedisUnavailable and its like."""
+        async with self._one:
+            if self._reading is None or time.monotonic() - self._at > max_age_s:
+                async with asyncio.timeout(ANSWER_S):
+                    self._reading = await read_pool(self._broker)
+                self._at = time.monotonic()
+            return self._reading
+
+    async def model(self) -> Model:
+        """What the pool's workers serve."""
+        found = (await self.read()).workers
+        path = next((it.model for it in found if it.model), "")
+        return Model(self._name or path, path, max((it.context_length for it in found), default=0))
+
+    async def adapters(self) -> dict[str, int]:
+        """LoRA adapter -> its committed version."""
+        return dict((await self.read()).adapters_at)
+
+    async def unready(self) -> str | None:
+        """Why this gateway should get no requests; None if it should."""
+        if self.draining:
+            return "draining"
+        try:
+            reading = await self.read()
+        except (RedisError, OSError, TimeoutError, RolloutMQError) as error:
+            return f"Redis: {error}" if str(error) else f"Redis has not answered within {ANSWER_S:g} s"
+        if any(serves(worker) for worker in reading.alive):
+            return None
+        return "; ".join(one.told(reading.at) for one in reasons(reading)) or "no worker serves"
+
+
+def serves(worker: WorkerStatus) -> bool:
+    """Whether it generates now, or as soon as the weights that it takes are in."""
+    return worker.state in {"serving", "updating"}

@@ -1,0 +1,65 @@
+"""Versions in requests, as external rollout services have them: which weights may answer, and which did.
+
+miles' docs/advanced/disaggregated-rollout.md is the contract. A pool that has no such weights now answers 409, so that
+the client asks again; one that would rather wait says for how long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...messages.errors import InvalidField, RolloutMQError
+from ...messages.model import GenerateJob
+from .facts import PoolFacts, serves
+
+WAIT_HEADER = "x-weight-version-wait"
+MOST_WAIT_S = 3600.0
+LOOK_S = 0.2
+
+
+class VersionNotReady(RolloutMQError):
+    """No worker has the weights that a request asks for. target: their version; applied: the newest that one has."""
+
+    def __init__(self, target: int, applied: int | None, exact: bool) -> None:
+        wanted = f"exactly version {target}" if exact else f"version {target} or newer"
+        has = "no worker serves" if applied is None else f"the newest that a worker has is {applied}"
+        super().__init__(f"no worker has weights of {wanted}: {has}")
+        self.target, self.applied = target, applied
+
+    def body(self) -> dict[str, Any]:
+        """The answer's body; its status is 409."""
+        return {
+            "type": "WeightVersionNotReady",
+            "target_version": self.target,
+            "applied": self.applied,
+            "message": str(self),
+        }
+
+
+def wait_s(headers: Mapping[str, str]) -> float:
+    """Seconds that the client will wait for its version. Raises InvalidField."""
+    said = headers.get(WAIT_HEADER, "0")
+    try:
+        found = float(said)
+    except ValueError:
+        found = -1.0
+    if not 0.0 <= found <= MOST_WAIT_S:
+        raise InvalidField(WAIT_HEADER, said, f"seconds from 0 to {MOST_WAIT_S:g}")
+    return found
+
+
+async def check_versions(facts: PoolFacts, jobs: Sequence[GenerateJob], seconds: float) -> None:
+    """Return when a worker could serve these jobs. Raises VersionNotReady if none can within `seconds`."""
+    exact = max((it for job in jobs if (it := getattr(job, "exact_version", None)) is not None), default=None)
+    target = exact if exact is not None else max(job.min_version for job in jobs)
+    ends = time.monotonic() + seconds
+    while True:
+        have = [worker.version for worker in (await facts.read(LOOK_S)).alive if serves(worker)]
+        if any(version == exact if exact is not None else version >= target for version in have):
+            return
+        if time.monotonic() >= ends:
+            raise VersionNotReady(target, max(have, default=None), exact is not None)
+        await asyncio.sleep(LOOK_S)

@@ -1,0 +1,74 @@
+"""A Redis user with exactly the rights that docs/redis.md gives a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
+from support.pools.pool import dump, status, worker
+from support.redis.roles import create
+from support.specimens.messages import tokens
+
+from rolloutmq import RolloutClient
+from rolloutmq.messages import Broker, Lease, connect
+from rolloutmq.ops.gateway.quotas import Quotas
+from rolloutmq.ops.gateway.refused import Refused
+from rolloutmq.ops.gateway.tenants import Tenant
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.sync.transfer.ledger import Ledger
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as started:
+        yield started
+
+
+@pytest.fixture
+async def admin(server: EmbeddedRedis) -> AsyncIterator[Redis]:
+    async with connect(server.url) as client:
+        await client.flushall()
+        yield client
+
+
+async def test_a_gateway_does_its_work(server: EmbeddedRedis, admin: Redis) -> None:
+    """It submits and reads like a producer, and counts what its tenants use."""
+    tenant = Tenant(name="team", requests_per_minute=5, tokens_per_minute=500, tokens_per_day=500, max_running=1)
+    async with (
+        worker(create(server, "worker", "mine"), pool="mine"),
+        RolloutClient(create(server, "gateway", "mine"), "mine", client_id="team/gw-1") as client,
+    ):
+        quotas = Quotas(client.broker.redis, "mine")
+        async with quotas.run():
+            admission = await quotas.admit(tenant, 400)
+            with pytest.raises(Refused, match="1 requests of this tenant run already"):
+                await quotas.admit(tenant, 50)
+            assert len(await client.wait(await client.submit(tokens()), 10)) == 1
+            await quotas.settle(renew=True)
+            admission.settle(10)
+        assert (await quotas.admit(tenant, 400)).request
+    log = [entry for entry in await admin.acl_log() if not str(entry["object"]).startswith("client")]
+    assert log == []
+
+
+async def test_a_gateway_cannot_be_a_worker_and_a_producer_cannot_forgive_tokens(
+    server: EmbeddedRedis, admin: Redis
+) -> None:
+    tenant = Tenant(tokens_per_day=500)
+    await Quotas(admin, "mine").admit(tenant, 500)
+    before = await dump(admin)
+    async with (
+        connect(create(server, "gateway", "mine")) as gateway,
+        connect(create(server, "producer", "mine")) as producer,
+    ):
+        for attempt in (
+            Lease(gateway, "mine", "w").join(status("w")), Lease(gateway, "mine", "w").claim(1, 1, 0),
+            Ledger(gateway, "mine").new_epoch(), Broker(gateway, "mine").workers(),
+            gateway.set("rmq:{mine}:weights", 1), gateway.hset("rmq:{other}:spent:default", "used", 0),
+            producer.delete("rmq:{mine}:spent:default"), producer.hset("rmq:{mine}:spent:default", "used", 0),
+        ):  # fmt: skip
+            with pytest.raises(NoPermissionError):
+                await attempt
+    assert await dump(admin) == before
