@@ -72,6 +72,10 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
     "weights": ("hash", lambda it: it.keys.weights),
     "holders": ("hash", lambda it: it.keys.holders),
     "transfers": ("stream", lambda it: it.keys.transfers),
+    "request": ("hash", lambda it: it.keys.request("default/request")),
+    "answered": ("zset", lambda it: it.keys.answered),
+    "gateways": ("hash", lambda it: it.keys.gateways),
+    "gateway": ("string", lambda it: it.keys.gateway("gw")),
 }
 UNCOUNTED = {
     "ward",
@@ -86,6 +90,10 @@ UNCOUNTED = {
     "starting",
     "holders",
     "transfers",
+    "request",
+    "answered",
+    "gateways",
+    "gateway",
 }
 """Of a wrong type they are set aside by whoever uses them next, which here may be nobody."""
 WAYS = ("wrong type", "missing", "garbage", "huge")

@@ -36,10 +36,11 @@ async def nowhere(_: str) -> None:
 class SmallGateway:
     """stage(name): awaited at each stage of a request that is run here."""
 
-    def __init__(self, url: str, stage: Stages = nowhere, alive_s: float = 0.5, **options: Any) -> None:
+    def __init__(self, url: str, stage: Stages = nowhere, alive_s: float = 0.5, pool: str = "default") -> None:
         self.url, self.stage = url, stage
-        self.redis = connect(url, pool="default")
-        self.requests = Requests(self.redis, "default", **options)
+        self.pool = pool
+        self.redis = connect(url, pool=pool)
+        self.requests = Requests(self.redis, pool)
         self.gateways = Gateways(
             url, self.requests, record=self.inherit, renamed=self.renamed, beat_s=0.1, alive_s=alive_s
         )
@@ -87,7 +88,7 @@ class SmallGateway:
         while True:
             owner = await self.gateways.join("acme")
             if (core := self.cores.get(owner)) is None:
-                core = ClientCore(self.url, "default", client_id=owner, max_outstanding=99, caps=None)
+                core = ClientCore(self.url, self.pool, client_id=owner, max_outstanding=99, caps=None)
                 self.cores[owner] = core
             request = await self.requests.begin("acme", key, digest, owner, prompts=PROMPTS)  # type: ignore[arg-type]
             if request.answer is not None:
