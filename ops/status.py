@@ -73,8 +73,8 @@ def status_lines(state: dict[str, Any]) -> Iterator[str]:
     if state["unread_bytes"]:
         yield f"results that wait for their clients: {state['unread_bytes']:,} bytes"
     if state["session_bytes"] or state["sessions_expired"]:
-        lost = f"{state['sessions_expired']} ended with nobody having taken them"
-        yield from _wrapped(f"recorded sessions: {state['session_bytes']:,} bytes", lost)
+        lost = f"{state['sessions_expired']} ended that nobody took"
+        yield f"recorded sessions: {state['session_bytes']:,} bytes; {lost}"
     if state["set_aside"]:
         yield f"keys set aside, as nobody could use them: {state['set_aside']}; see  rolloutmq ops run audit-broker"
     for waiting in state["waiting_for_engines"]:

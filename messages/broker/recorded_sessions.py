@@ -35,8 +35,7 @@ POOL_SHARE = 4
 RECENT = 64
 """A turn's beginning is looked for among so many turns, the newest."""
 PAGE = 256
-_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_TENANT, _NAME = "[A-Za-z0-9_.-]{1,64}", "[A-Za-z0-9_.:/-]{1,128}"
 _END = re.compile(r"(\d{1,7}):([0-9a-f]{32})")
 _BEGINS = re.compile(rb"(\d{1,4}) (\d{1,7})")
 
@@ -92,12 +91,10 @@ class RecordedSessions:
         Raises InvalidField for a result without these, and TurnRefused, whose `reason` says why: the session was
         taken, or a bound is reached.
         """
-        name = _session(tenant, session)
-        if not _NAME.fullmatch(turn_key):
-            raise InvalidField("turn_key", turn_key, "1 to 128 letters, digits, '_', '.', ':', '/', '-'")
+        name = _session(tenant, session, turn_key)
         for field in ("prompt_ids", "logprobs"):
             if getattr(result, field) is None:
-                raise InvalidField(field, None, "what the job knows: a turn that is recorded can be trained on")
+                raise InvalidField(field, None, "an array: a turn that is recorded can be trained on")
         answer = await self._record(name, turn_key, result, await self._recent(name))
         if answer == "again":  # the session was forgotten, and has begun anew
             answer = await self._record(name, turn_key, result, [])
@@ -121,9 +118,8 @@ class RecordedSessions:
             for name, (*counts, closed) in zip(new, rows, strict=True):
                 turns, tokens, nbytes, first, last = map(whole, counts)
                 if turns:
-                    named = text(name).partition("/")[2]
-                    times = (first / 1000, last / 1000)
-                    yield SessionSummary(tenant, named, turns, tokens, nbytes, *times, closed is not None)
+                    its = (text(name).partition("/")[2], turns, tokens, nbytes, first / 1000, last / 1000)
+                    yield SessionSummary(tenant, *its, closed is not None)
             if cursor == 0:
                 return
 
@@ -141,9 +137,7 @@ class RecordedSessions:
                 raise NoSuchSession(f"session {session!r} of tenant {tenant!r}: {told}", forgotten=turns > 0)
             rows += more
             if turns > MAX_TURNS or sum(map(len, rows)) > 2 * MAX_SESSION_BYTES:
-                raise MalformedMessage(
-                    f"session {session!r} of tenant {tenant!r}: {turns} turns: too many, or too large"
-                )
+                raise MalformedMessage(f"session {name!r}: {turns} turns are too many, or too large")
         return await asyncio.to_thread(_turns, rows[::2], rows[1::2])
 
     async def close(self, tenant: str, session: str) -> bool:
@@ -167,15 +161,14 @@ class RecordedSessions:
     async def _record(self, name: str, turn_key: str, result: RolloutResult, known: list[_Beginning]) -> str:
         prompt = result.prompt_ids
         assert prompt is not None
-        tokens = len(prompt) + len(result.token_ids)
+        mine = (len(prompt), tokens := len(prompt) + len(result.token_ids))
         fitting = [one for one in known if one.tokens <= len(prompt)]
-        digests = _prefix_digests(
-            np.concatenate([prompt, result.token_ids]), [*(one.tokens for one in fitting), len(prompt), tokens]
-        )
+        whole_turn = np.concatenate([prompt, result.token_ids])
+        digests = _prefix_digests(whole_turn, (*mine, *(one.tokens for one in fitting)))
         same = (one for one in fitting if f"{one.tokens}:{digests[one.tokens]}" in one.ends)
         begins = max(same, default=_Beginning())
         rest = encode(result.model_copy(update={"prompt_ids": prompt[begins.tokens :]}))
-        ends = " ".join(f"{end}:{digests[end]}" for end in (len(prompt), tokens))
+        ends = " ".join(f"{end}:{digests[end]}" for end in mine)
         said = f"{begins.turn} {begins.tokens}" if begins.tokens else ""
         call = calls.record_turn(name, turn_key, rest, ends, said, begins.ends, tokens, self._idle_ms, *self._bounds)
         try:
@@ -198,7 +191,7 @@ class RecordedSessions:
 
 def _prefix_digests(ids: npt.NDArray[np.int32], ends: Iterable[int]) -> dict[int, str]:
     """For each of these lengths the digest of the first so many ids. Reads the ids once."""
-    data, running, at = np.ascontiguousarray(ids, "<i4").view(np.uint8), blake2b(digest_size=16), 0
+    data, running, at = memoryview(ids.astype("<i4").tobytes()), blake2b(digest_size=16), 0
     found: dict[int, str] = {}
     for end in sorted({*ends}):
         running.update(data[4 * at : 4 * end].data)
@@ -213,7 +206,7 @@ def _turns(begins: list[Any], frames: list[Any]) -> list[RolloutResult]:
         result = decode(frame, RolloutResult)
         if result.prompt_ids is None or result.logprobs is None:
             raise MalformedMessage(f"turn {number} has no prompt, or no log-probabilities")
-        before = every[0][:0] if every else result.prompt_ids[:0]
+        before = result.prompt_ids[:0]
         if begin:
             said = _BEGINS.fullmatch(begin)
             if said is None or int(said[1]) >= number or int(said[2]) > len(every[int(said[1])]):
@@ -230,10 +223,10 @@ def _turns(begins: list[Any], frames: list[Any]) -> list[RolloutResult]:
     return turns
 
 
-def _session(tenant: str, session: str) -> str:
-    """The session's place in the keys. Raises InvalidField."""
-    if not _TENANT.fullmatch(tenant):
-        raise InvalidField("tenant", tenant, "1 to 64 letters, digits, '_', '.', '-'")
-    if not _NAME.fullmatch(session):
-        raise InvalidField("session", session, "1 to 128 letters, digits, '_', '.', ':', '/', '-'")
+def _session(tenant: str, session: str, turn_key: str = "-") -> str:
+    """The session's place in the keys. Raises InvalidField for a name that cannot be one."""
+    given = (("tenant", tenant, _TENANT), ("session", session, _NAME), ("turn_key", turn_key, _NAME))
+    for field, name, pattern in given:
+        if not re.fullmatch(pattern, name):
+            raise InvalidField(field, name, f"characters of this kind, and so many: {pattern}")
     return f"{tenant}/{session}"

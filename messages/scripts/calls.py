@@ -169,19 +169,9 @@ def begin_again(version: int) -> None: ...
 
 @_call
 def record_turn(
-    session: str,
-    turn_key: str,
-    frame: bytes,
-    ends: str,
-    begins: str,
-    begins_ends: str,
-    tokens: int,
-    idle_ms: int,
-    max_turns: int,
-    max_tokens: int,
-    max_bytes: int,
-    max_pool: int,
-) -> None: ...
+    session: str, turn_key: str, frame: bytes, ends: str, begins: str, begins_ends: str, tokens: int, idle_ms: int,
+    max_turns: int, max_tokens: int, max_bytes: int, max_pool: int,
+) -> None: ...  # fmt: skip
 @_call
 def recent_turns(session: str, most: int) -> None: ...
 @_call

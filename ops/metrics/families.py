@@ -83,8 +83,7 @@ def _jobs(reading: Reading) -> Iterable[Metric]:
     yield counter(P + "lost_leases_total", "Workers that were silent for a whole lease.", load.leases_lost)
     yield gauge(P + "dead_letters", "Jobs that were given up and wait for an operator.", reading.dead_letters)
     yield counter(P + "keys_set_aside_total", "Keys renamed because nobody could use what they held.", load.set_aside)
-    about = "Recorded sessions that ended with nobody having taken them."
-    yield counter(P + "expired_sessions_total", about, load.sessions_expired)
+    yield counter(P + "expired_sessions_total", "Recorded sessions that ended and nobody took.", load.sessions_expired)
 
 
 def _bytes(reading: Reading) -> Iterable[Metric]:

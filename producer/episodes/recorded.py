@@ -52,22 +52,20 @@ class RecordedSession:
         for leaf in range(len(self.turns)):
             if leaf in inner:
                 continue
-            path = list[int]()
-            at: int | None = leaf
+            path, at = [leaf], self.parents[leaf]
             while at is not None and at not in trained:
                 path.append(at)
                 at = self.parents[at]
             trained.update(path)
-            row = self._row(leaf, path, reward, group)
-            rows += [row] if row.mask.any() else []
+            if any(len(self.turns[number].token_ids) for number in path):
+                rows.append(self._row(leaf, path, reward, group))
         return rows
 
     def _row(self, leaf: int, path: list[int], reward: float, group: int) -> Row:
         """path: the turns that this row trains."""
         ids = _whole(leaf, self.turns[leaf])
-        n = len(ids)
-        mask, logprobs = np.zeros(n, np.int8), np.zeros(n, np.float32)
-        versions, turns = np.full(n, GIVEN, np.int64), np.full(n, GIVEN, np.int32)
+        mask, logprobs = np.zeros(len(ids), np.int8), np.zeros(len(ids), np.float32)
+        versions, turns = np.full(len(ids), GIVEN, np.int64), np.full(len(ids), GIVEN, np.int32)
         for number in path:
             turn = self.turns[number]
             if turn.logprobs is None:
@@ -75,8 +73,8 @@ class RecordedSession:
             end = len(_whole(number, turn))
             at = slice(end - len(turn.token_ids), end)
             mask[at], logprobs[at], versions[at], turns[at] = 1, turn.logprobs, versions_of(turn.segments), number
-        prompt = int(np.argmax(mask)) if mask.any() else n
-        return Row(ids, mask, logprobs, versions, turns, prompt, reward, group, self.turns[leaf].finish_reason)
+        stop = self.turns[leaf].finish_reason
+        return Row(ids, mask, logprobs, versions, turns, int(np.argmax(mask)), reward, group, stop)
 
 
 async def take_session(store: RecordedSessions, name: str, tenant: str, timeout: float | None) -> RecordedSession:

@@ -1,8 +1,7 @@
 -- Record a turn of a session. The first one begins the session.
 -- ARGV: prefix, session, turn_key, frame, ends, begins, begins_ends, tokens, idle_ms, max_turns, max_tokens, max_bytes, max_pool
 -- session: <tenant>/<name>. frame, ends, begins: as SESSION has them; begins is '' for none. begins_ends: `ends` of the turn
--- that begins names. tokens: of the turn's prompt and output. idle_ms: for how long the session stays without a turn.
--- max_pool: bytes of all sessions.
+-- that begins names. tokens: of the turn's prompt and output. idle_ms: how long the session stays. max_pool: bytes of all.
 -- Returns ok, also for a turn that is in already; why it is refused (taken, turns, tokens, bytes, pool); or again: the turn
 -- that it begins with is not there.
 local TURN_BYTES = 512   -- what a turn takes beside its frame

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from support.specimens.turns import turn
 
 from rolloutmq import BlockingRolloutClient, InvalidField, RolloutClient, RolloutResult, Segment, WaitTimeout
-from rolloutmq.messages import Broker, NoSuchSession, TurnRefused
+from rolloutmq.messages import Broker
 from rolloutmq.messages.broker import RecordedSessions
+from rolloutmq.messages.errors import NoSuchSession, TurnRefused
 from rolloutmq.producer import RecordedSession
 from rolloutmq.producer.training import Row, to_trl
 
