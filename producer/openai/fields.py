@@ -38,7 +38,8 @@ _OURS = frozenset(
     | {"return_weight_versions", "return_token_ids", "return_prompt_token_ids", "return_tokens_as_token_ids"}
     | {"return_meta_info", *_QUEUE}
 )
-_READ_HERE = _OURS | IGNORED | WITHOUT_EFFECT.keys()
+KNOWN = _OURS | IGNORED | WITHOUT_EFFECT.keys()
+"""Fields that are no sampling parameters of `messages.dialects`."""
 MAX_TOP = 20
 MAX_UNKNOWN = 64
 """The most unknown names in one body, and the longest that may be a misspelt one."""
@@ -107,15 +108,15 @@ def _said(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {str(name): value for name, value in body.items() if value is not None}
     for name in WITHOUT_EFFECT.keys() & {name for name, value in given.items() if value not in _QUIET}:
         log_once(name, WITHOUT_EFFECT[name])
-    unknown = [name for name in given if name not in _READ_HERE and name not in RULES and name not in NESTED]
+    unknown = [name for name in given if name not in KNOWN and name not in RULES and name not in NESTED]
     if len(unknown) > MAX_UNKNOWN:
         raise InvalidField("body", f"{len(unknown)} unknown fields", f"at most {MAX_UNKNOWN}")
     for name in unknown:
-        if meant := _misspelt(name):
+        if meant := misspelt(name):
             raise InvalidField(name, given[name], f"there is no such field: did you mean {meant}?")
         log_once(name, "it is not known here")
     said = {name: value for name, value in given.items() if name in NESTED or name in RULES}
-    said = {name: value for name, value in said.items() if name not in _READ_HERE}
+    said = {name: value for name, value in said.items() if name not in KNOWN}
     if type(seed := said.get("seed")) is int and seed != -1:
         said["seed"] = seed % (1 << 63)
     return said
@@ -127,19 +128,20 @@ _NAMES = sorted({name for name, rule in RULES.items() if rule.read or rule.refus
 
 
 @lru_cache(1024)
-def _misspelt(name: str) -> str:
+def misspelt(name: str) -> str:
     """The field that was meant. "" if the name is like none, so that it is somebody else's."""
     found = get_close_matches(name.lower(), _NAMES, n=1, cutoff=0.8) if len(name) <= MAX_UNKNOWN else []
     return found[0] if found else ""
 
 
-_logged: set[str] = set()
+logged: set[str] = set()
+"""The names that were logged."""
 
 
 def log_once(name: str, why: str) -> None:
     """Say that a field is ignored. Only so many names are ever said, because callers make them up."""
-    if name not in _logged and len(_logged) < 256:
-        _logged.add(name)
+    if name not in logged and len(logged) < 256:
+        logged.add(name)
         log.warning("%s in a request's body is ignored: %s", shortly(name)[1:-1], why)
 
 

@@ -60,13 +60,11 @@ def names_of_sglang() -> list[str]:
 @pytest.mark.parametrize("names", [lambda: FROM_THE_CONTRACT, names_of_sglang], ids=["contract", "SGLang's"])
 def test_no_field_of_another_server_is_taken_for_a_misspelt_one(names: Any) -> None:
     assert len(names()) > 10
-    assert [
-        name for name in names() if name not in fields._READ_HERE and fields._misspelt(name) not in {"", name}
-    ] == []
+    assert [name for name in names() if name not in fields.KNOWN and fields.misspelt(name) not in {"", name}] == []
 
 
 def test_unknown_fields_are_ignored_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    fields._logged.clear()
+    fields.logged.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             chat(routing_hints={"a": 1}, request_id="r", user="u", cache_salt="7", **{"two\nlines": 1})
@@ -78,7 +76,7 @@ def test_unknown_fields_are_ignored_and_logged_once(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         for number in range(1000):
             chat(**{f"z{number}": 1})
-    assert len(caplog.records) == len(fields._logged) == 256
+    assert len(caplog.records) == len(fields.logged) == 256
 
 
 @pytest.mark.parametrize(
@@ -250,4 +248,4 @@ def test_messages_may_be_what_a_client_has_from_a_stream() -> None:
 
 def test_every_parameter_of_openais_client_is_known() -> None:
     params = Lazily("openai.types.chat.completion_create_params").CompletionCreateParamsBase.__annotations__
-    assert [name for name in params if name not in fields._READ_HERE and name not in fields.RULES] == []
+    assert [name for name in params if name not in fields.KNOWN and name not in fields.RULES] == []
