@@ -43,6 +43,7 @@ KNOWN = _OURS | IGNORED | WITHOUT_EFFECT.keys()
 MAX_TOP = 20
 MAX_UNKNOWN = 64
 """The most unknown names in one body, and the longest that may be a misspelt one."""
+MAX_DEPTH = 100
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for a completion."""
 REST_TOKENS = 1 << 17
@@ -76,7 +77,7 @@ def fields_of(
         fields["stream"] = True
     if body.get("tool_parser") is not None:
         fields["tool_parser"] = body["tool_parser"]
-    if (adapter := _adapter(body.get("model"), adapters)) is not None:
+    if (adapter := _adapter(model_of(body), adapters)) is not None:
         fields.setdefault("lora", adapter)
     return fields | queue_fields(body)
 
@@ -117,6 +118,9 @@ def _said(body: Mapping[str, Any]) -> dict[str, Any]:
         log_once(name, "it is not known here")
     said = {name: value for name, value in given.items() if name in NESTED or name in RULES}
     said = {name: value for name, value in said.items() if name not in KNOWN}
+    for name, value in said.items():
+        if _deeper(value, MAX_DEPTH):
+            raise InvalidField(name, value, f"nested at most {MAX_DEPTH} deep")
     if type(seed := said.get("seed")) is int and seed != -1:
         said["seed"] = seed % (1 << 63)
     return said
@@ -125,6 +129,15 @@ def _said(body: Mapping[str, Any]) -> dict[str, Any]:
 _QUIET: tuple[Any, ...] = (False, ["text"])
 """Values of fields without effect that ask for nothing else than what is done here."""
 _NAMES = sorted({name for name, rule in RULES.items() if rule.read or rule.refuse} | _OURS)
+
+
+def _deeper(value: Any, depth: int) -> bool:
+    """Whether a value is nested deeper. What writes it down later would overflow Python's stack."""
+    level = [value]
+    while level and depth >= 0:
+        inside = (one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, Mapping | list))
+        level, depth = [part for parts in inside for part in parts], depth - 1
+    return bool(level)
 
 
 @lru_cache(1024)
@@ -165,8 +178,14 @@ def _subjects(params: Mapping[str, Any]) -> set[str]:
     return (found | {"grammar"} if "response_format" in params else found) - {"logit_processors"}
 
 
-def _adapter(model: Any, adapters: Container[str]) -> str | None:
+def model_of(body: Mapping[str, Any]) -> str:
+    """The model's name, "" without one. Raises InvalidField."""
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise InvalidField("model", model, "a text")
+    return model or ""
+
+
+def _adapter(model: str, adapters: Container[str]) -> str | None:
     """The adapter that a model's name means: "<adapter>", or "<base>:<adapter>" as SGLang writes it."""
-    if not isinstance(model, str):
-        return None
     return next((name for name in (model, model.rpartition(":")[2]) if name in adapters), None)

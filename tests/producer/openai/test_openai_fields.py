@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import pytest
 from support.lazily import Lazily
 
 from rolloutmq.messages import GenerateJob, InvalidField
-from rolloutmq.producer.openai import chat_request, completion_request, error_of, fields
+from rolloutmq.producer.openai import chat_request, completion_request, embedding_job, error_of, fields
 
 USER = {"role": "user", "content": "hé"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -249,3 +250,32 @@ def test_messages_may_be_what_a_client_has_from_a_stream() -> None:
 def test_every_parameter_of_openais_client_is_known() -> None:
     params = Lazily("openai.types.chat.completion_create_params").CompletionCreateParamsBase.__annotations__
     assert [name for name in params if name not in fields.KNOWN and name not in fields.RULES] == []
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for place in range(depth):
+        value = [value] if place % 2 else {"a": value}
+    return value
+
+
+WRONG: list[Any] = [True, -1, 1 << 70, 1.5, float("nan"), "", "\ud800", [], [None], [{}], {"a": 1}, {"type": []}]
+WRONG += [nested(900), {"role": []}, [{"role": {}}], [{"type": "function"}], {"function": {"name": []}}, [1 << 40]]
+
+
+@pytest.mark.parametrize("name", sorted({*fields.KNOWN, *fields.RULES, *fields.NESTED}))
+def test_whatever_a_field_is_only_typed_errors_come_of_it(name: str) -> None:
+    base: dict[str, Any] = {"messages": [USER], "tools": [TOOL], "input": "a"}
+    for value in WRONG:
+        with contextlib.suppress(InvalidField):
+            chat(**base | {name: value})
+        with contextlib.suppress(InvalidField):
+            completion_request({"prompt": "a", name: value}, context_length=100, adapters={"a"})
+        with contextlib.suppress(InvalidField):
+            embedding_job(base | {name: value})
+
+
+def test_what_is_nested_too_deep_is_refused() -> None:
+    for name in ("response_format", "logit_bias", "custom_params", "extra_body"):
+        with pytest.raises(InvalidField, match=f"{name}=.*nested at most 100 deep"):
+            chat(**{name: nested(900)})
