@@ -8,7 +8,7 @@ from typing import Any
 
 from ...messages.errors import InvalidField
 from ...messages.model import EmbedJob, EmbedResult
-from .fields import queue_fields
+from .fields import model_of, queue_fields
 from .request import prompts_of
 
 
@@ -19,7 +19,7 @@ def embedding_job(body: Mapping[str, Any]) -> EmbedJob:
     """
     prompts = prompts_of("input", body.get("input"))
     (form,) = {name for prompt in prompts for name in prompt}
-    if body.get("encoding_format") not in {None, "float", "base64"}:
+    if body.get("encoding_format") not in (None, "float", "base64"):
         raise InvalidField("encoding_format", body["encoding_format"], "float or base64")
     fields = queue_fields(body) | {name: body[name] for name in ("dimensions", "normalize") if name in body}
     fields["texts" if form == "text" else form] = [prompt[form] for prompt in prompts]
@@ -38,6 +38,6 @@ def embedding_response(body: Mapping[str, Any], results: Sequence[EmbedResult]) 
     return {
         "object": "list",
         "data": [{"object": "embedding", "index": place, "embedding": one} for place, one in enumerate(shown)],
-        "model": str(body.get("model") or ""),
+        "model": model_of(body),
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }

@@ -38,10 +38,12 @@ _OURS = frozenset(
     | {"return_weight_versions", "return_token_ids", "return_prompt_token_ids", "return_tokens_as_token_ids"}
     | {"return_meta_info", *_QUEUE}
 )
-_READ_HERE = _OURS | IGNORED | WITHOUT_EFFECT.keys()
+KNOWN = _OURS | IGNORED | WITHOUT_EFFECT.keys()
+"""Fields that are no sampling parameters of `messages.dialects`."""
 MAX_TOP = 20
 MAX_UNKNOWN = 64
 """The most unknown names in one body, and the longest that may be a misspelt one."""
+MAX_DEPTH = 100
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for a completion."""
 REST_TOKENS = 1 << 17
@@ -75,7 +77,7 @@ def fields_of(
         fields["stream"] = True
     if body.get("tool_parser") is not None:
         fields["tool_parser"] = body["tool_parser"]
-    if (adapter := _adapter(body.get("model"), adapters)) is not None:
+    if (adapter := _adapter(model_of(body), adapters)) is not None:
         fields.setdefault("lora", adapter)
     return fields | queue_fields(body)
 
@@ -107,15 +109,18 @@ def _said(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {str(name): value for name, value in body.items() if value is not None}
     for name in WITHOUT_EFFECT.keys() & {name for name, value in given.items() if value not in _QUIET}:
         log_once(name, WITHOUT_EFFECT[name])
-    unknown = [name for name in given if name not in _READ_HERE and name not in RULES and name not in NESTED]
+    unknown = [name for name in given if name not in KNOWN and name not in RULES and name not in NESTED]
     if len(unknown) > MAX_UNKNOWN:
         raise InvalidField("body", f"{len(unknown)} unknown fields", f"at most {MAX_UNKNOWN}")
     for name in unknown:
-        if meant := _misspelt(name):
+        if meant := misspelt(name):
             raise InvalidField(name, given[name], f"there is no such field: did you mean {meant}?")
         log_once(name, "it is not known here")
     said = {name: value for name, value in given.items() if name in NESTED or name in RULES}
-    said = {name: value for name, value in said.items() if name not in _READ_HERE}
+    said = {name: value for name, value in said.items() if name not in KNOWN}
+    for name, value in said.items():
+        if _deeper(value, MAX_DEPTH):
+            raise InvalidField(name, value, f"nested at most {MAX_DEPTH} deep")
     if type(seed := said.get("seed")) is int and seed != -1:
         said["seed"] = seed % (1 << 63)
     return said
@@ -126,20 +131,30 @@ _QUIET: tuple[Any, ...] = (False, ["text"])
 _NAMES = sorted({name for name, rule in RULES.items() if rule.read or rule.refuse} | _OURS)
 
 
+def _deeper(value: Any, depth: int) -> bool:
+    """Whether a value is nested deeper. What writes it down later would overflow Python's stack."""
+    level = [value]
+    while level and depth >= 0:
+        inside = (one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, Mapping | list))
+        level, depth = [part for parts in inside for part in parts], depth - 1
+    return bool(level)
+
+
 @lru_cache(1024)
-def _misspelt(name: str) -> str:
+def misspelt(name: str) -> str:
     """The field that was meant. "" if the name is like none, so that it is somebody else's."""
     found = get_close_matches(name.lower(), _NAMES, n=1, cutoff=0.8) if len(name) <= MAX_UNKNOWN else []
     return found[0] if found else ""
 
 
-_logged: set[str] = set()
+logged: set[str] = set()
+"""The names that were logged."""
 
 
 def log_once(name: str, why: str) -> None:
     """Say that a field is ignored. Only so many names are ever said, because callers make them up."""
-    if name not in _logged and len(_logged) < 256:
-        _logged.add(name)
+    if name not in logged and len(logged) < 256:
+        logged.add(name)
         log.warning("%s in a request's body is ignored: %s", shortly(name)[1:-1], why)
 
 
@@ -163,8 +178,14 @@ def _subjects(params: Mapping[str, Any]) -> set[str]:
     return (found | {"grammar"} if "response_format" in params else found) - {"logit_processors"}
 
 
-def _adapter(model: Any, adapters: Container[str]) -> str | None:
+def model_of(body: Mapping[str, Any]) -> str:
+    """The model's name, "" without one. Raises InvalidField."""
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise InvalidField("model", model, "a text")
+    return model or ""
+
+
+def _adapter(model: str, adapters: Container[str]) -> str | None:
     """The adapter that a model's name means: "<adapter>", or "<base>:<adapter>" as SGLang writes it."""
-    if not isinstance(model, str):
-        return None
     return next((name for name in (model, model.rpartition(":")[2]) if name in adapters), None)

@@ -9,7 +9,7 @@ from typing import Any
 from ...messages.errors import InvalidField
 from ...messages.model import ChatMessage, GenerateJob, SamplingParams
 from ..data import from_openai
-from .fields import Kind, fields_of, log_once, switch
+from .fields import Kind, fields_of, log_once, model_of, switch
 from .tools import Tools, read_tools
 
 Render = Callable[..., Sequence[int]]
@@ -142,7 +142,7 @@ def _request(
     return Request(
         kind,
         tuple(jobs),
-        str(body.get("model") or ""),
+        model_of(body),
         stream=switch(body, "stream"),
         include_usage=switch(options, "include_usage"),
         logprobs=logprobs.sampled,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import pytest
 from support.lazily import Lazily
 
 from rolloutmq.messages import GenerateJob, InvalidField
-from rolloutmq.producer.openai import chat_request, completion_request, error_of, fields
+from rolloutmq.producer.openai import chat_request, completion_request, embedding_job, error_of, fields
 
 USER = {"role": "user", "content": "hé"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -60,13 +61,11 @@ def names_of_sglang() -> list[str]:
 @pytest.mark.parametrize("names", [lambda: FROM_THE_CONTRACT, names_of_sglang], ids=["contract", "SGLang's"])
 def test_no_field_of_another_server_is_taken_for_a_misspelt_one(names: Any) -> None:
     assert len(names()) > 10
-    assert [
-        name for name in names() if name not in fields._READ_HERE and fields._misspelt(name) not in {"", name}
-    ] == []
+    assert [name for name in names() if name not in fields.KNOWN and fields.misspelt(name) not in {"", name}] == []
 
 
 def test_unknown_fields_are_ignored_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    fields._logged.clear()
+    fields.logged.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             chat(routing_hints={"a": 1}, request_id="r", user="u", cache_salt="7", **{"two\nlines": 1})
@@ -78,7 +77,7 @@ def test_unknown_fields_are_ignored_and_logged_once(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         for number in range(1000):
             chat(**{f"z{number}": 1})
-    assert len(caplog.records) == len(fields._logged) == 256
+    assert len(caplog.records) == len(fields.logged) == 256
 
 
 @pytest.mark.parametrize(
@@ -250,4 +249,33 @@ def test_messages_may_be_what_a_client_has_from_a_stream() -> None:
 
 def test_every_parameter_of_openais_client_is_known() -> None:
     params = Lazily("openai.types.chat.completion_create_params").CompletionCreateParamsBase.__annotations__
-    assert [name for name in params if name not in fields._READ_HERE and name not in fields.RULES] == []
+    assert [name for name in params if name not in fields.KNOWN and name not in fields.RULES] == []
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for place in range(depth):
+        value = [value] if place % 2 else {"a": value}
+    return value
+
+
+WRONG: list[Any] = [True, -1, 1 << 70, 1.5, float("nan"), "", "\ud800", [], [None], [{}], {"a": 1}, {"type": []}]
+WRONG += [nested(900), {"role": []}, [{"role": {}}], [{"type": "function"}], {"function": {"name": []}}, [1 << 40]]
+
+
+@pytest.mark.parametrize("name", sorted({*fields.KNOWN, *fields.RULES, *fields.NESTED}))
+def test_whatever_a_field_is_only_typed_errors_come_of_it(name: str) -> None:
+    base: dict[str, Any] = {"messages": [USER], "tools": [TOOL], "input": "a"}
+    for value in WRONG:
+        with contextlib.suppress(InvalidField):
+            chat(**base | {name: value})
+        with contextlib.suppress(InvalidField):
+            completion_request({"prompt": "a", name: value}, context_length=100, adapters={"a"})
+        with contextlib.suppress(InvalidField):
+            embedding_job(base | {name: value})
+
+
+def test_what_is_nested_too_deep_is_refused() -> None:
+    for name in ("response_format", "logit_bias", "custom_params", "extra_body"):
+        with pytest.raises(InvalidField, match=f"{name}=.*nested at most 100 deep"):
+            chat(**{name: nested(900)})

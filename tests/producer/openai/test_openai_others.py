@@ -53,6 +53,7 @@ def test_inputs_of_embeddings(given: Any, field: str, count: int) -> None:
         ({"input": [1, "a"]}, "input"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "encoding_format": ["hex"]}, "encoding_format"),
         ({"input": "a", "priority": "urgent"}, "priority"),
     ],
 )

@@ -137,7 +137,7 @@ def test_every_field_of_openais_own_client_is_read(chats: bool) -> None:
 
 
 def test_a_field_without_effect_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    fields._logged.clear()
+    fields.logged.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             chat(verbosity="low", modalities=["text"], echo=False)
