@@ -47,7 +47,7 @@ _OURS = frozenset(
 )
 _OF_CHATS = ("tools", "tool_choice", "functions", "function_call", "continue_final_message", "add_generation_prompt")
 _SWITCHES = ("return_token_ids", "return_weight_versions")
-_FIELDS = ("priority", "deadline_s", "min_version", "max_staleness", "trace_id", "tool_parser")
+_FIELDS = ("priority", "deadline_s", "min_version", "exact_version", "max_staleness", "trace_id", "tool_parser")
 MAX_TOP = {"chat": 20, "completion": 5}
 
 
@@ -82,7 +82,7 @@ def chat_request(
 
     defaults: sampling parameters that the body may leave out. Beside OpenAI's fields the body may have other
     sampling parameters of any dialect, `session_id`, `return_token_ids`, `return_weight_versions`, `lora`, and a job's
-    priority, deadline_s, min_version, max_staleness. Raises InvalidField, which names the field.
+    priority, deadline_s, min_version, exact_version, max_staleness. Raises InvalidField, which names the field.
 
     render: makes the prompt's ids here instead of on the worker. `continue_final_message` and
         `add_generation_prompt: false` (vLLM's fields) need it. always_render: use it for every body.
