@@ -48,7 +48,7 @@ async def read_state(broker: Broker) -> dict[str, Any]:
         "ended": {"done": load.done, "cancelled": load.cancelled, "expired": load.expired, "dead": load.dead},
         "committed_version": committed,
         "transfer_under_way": reading.transfer,
-        "waiting_for_weights": sorted(w.worker_id for w in workers if w.worker_id in alive and w.version < committed),
+        "waiting_for_weights": sorted(w.worker_id for w in reading.alive if w.behind(committed)),
         "imbalance": round(sharing.imbalance, 2),
         "update_share": update_share([w for w in workers if w.worker_id in alive]),
         "workers": [

@@ -86,7 +86,8 @@ def list_lines(state: Plain) -> Iterator[str]:
     for name, version in state["adapters"].items():
         yield printable(f"adapter {name}: version {version}")
     for worker in state["workers"]:
-        behind = worker["alive"] and worker["version"] < state["committed_version"]
+        newest = state["committed_version"] if worker["hold_version"] is None else worker["hold_version"]
+        behind = worker["alive"] and worker["version"] < newest
         waits = ", waits for a newer one" if behind else ""
         said = worker["state"] if worker["alive"] else "silent"
         yield printable(f"worker {worker['worker_id']} on {worker['host']}: {said}, version {worker['version']}{waits}")

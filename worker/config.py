@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..messages.model import Float, Int
 from .spot import Cloud
@@ -46,6 +46,9 @@ class WorkerConfig(BaseModel):
     first_weights: Literal["checkpoint", "newest"] = "checkpoint"
     """What an engine begins with: checkpoint; or newest, if the pool has a version: then it does not read its
     checkpoint, and serves when that version has come. With load_format dummy it waits for the first one, too."""
+    hold_version: Int | None = Field(default=None, ge=0, lt=1 << 40)
+    """Weights version that this worker takes and keeps while others go on: from a transfer, from whoever offers it, or
+    from --snapshots; 0 is the checkpoint. For jobs with that exact_version. Default: the newest."""
     journal: str | None = Field(default=None, min_length=1)
     """Folder or URL (s3://…) for a journal of what this worker claims, saves, publishes and loads; several may share
     one."""
@@ -58,6 +61,12 @@ class WorkerConfig(BaseModel):
     """Port for Prometheus' metrics, and for the probes /live and /ready; 0 takes a free one. Default: none."""
     metrics_host: str = Field(default="0.0.0.0", min_length=1)
     """Address of that port; 127.0.0.1 for this host alone."""
+
+    @model_validator(mode="after")
+    def _has_what_it_holds(self) -> Self:
+        if self.hold_version == 0 and self.first_weights == "newest":
+            raise ValueError("hold_version=0: that is the checkpoint, and first_weights='newest' does not read it")
+        return self
 
     @property
     def beat_s(self) -> float:

@@ -39,8 +39,8 @@ class Generation:
     run; else 0.
     updates: what those of the weights cost, and when the next one may begin.
     on_finished(sample), on_refused(sample, error), on_failed(sample, error): what became of a sample. One that failed
-    may succeed on another worker. on_dead(): the engine died; `died_with` has the samples that were in it, until
-    `clear`.
+    may succeed on another worker; without an error it wants a version that this engine does not have. on_dead(): the
+    engine died; `died_with` has the samples that were in it, until `clear`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Generation:
         *,
         on_finished: Callable[[Run], None],
         on_refused: Callable[[Run, RequestRefused], None],
-        on_failed: Callable[[Run, EngineError], None],
+        on_failed: Callable[[Run, EngineError | None], None],
         on_dead: Callable[[], None],
     ) -> None:
         self.generated_tokens = self.finished = self.prompt_tokens = self.cached_tokens = 0
@@ -116,7 +116,10 @@ class Generation:
         self.slots.waiting.clear()
         self.died_with.clear()
 
-    def _start(self, sample: Run) -> asyncio.Task[None]:
+    def _start(self, sample: Run) -> asyncio.Task[None] | None:
+        if sample.job.exact_version not in (None, self.version):
+            self._on_failed(sample, None)
+            return None
         # In flight before its task first runs: whoever holds the gate from now on must see that it runs.
         request = sample.next_request(self.version)
         self.in_flight.add(request.request_id, sample)

@@ -62,23 +62,30 @@ class InFlight:
     async def switching(self) -> AsyncIterator[None]:
         """Weights may change inside this block while samples run.
 
-        Nothing starts and nothing ends in it: a leg whose output comes meanwhile waits, still counts as running, and
-        offers nothing to be saved. The caller says inside what became of the weights: `switched`, or `spoiled` if they
-        are neither old nor new. Without either they are the old ones. An exception counts as `spoiled`. Every leg's
-        request is on its way into the engine before the block begins, so the engine knows it at the switch.
+        What wants exactly the old version is interrupted before. Then nothing starts and nothing ends: a leg whose
+        output comes meanwhile waits, still counts as running, and offers nothing to be saved. The caller says inside
+        what became of the weights: `switched`, or `spoiled` if they are neither old nor new. Without either they are
+        the old ones. An exception counts as `spoiled`. Every leg's request is on its way into the engine before the
+        block begins, so the engine knows it at the switch.
         """
-        with self._gate.holder("switch"), self.outputs.holder("switch"):
-            try:
-                await asyncio.sleep(0)  # legs whose task has not run yet hand over their requests
-                for leg in self._legs():
-                    leg.switching = True
-                yield
-            except BaseException:
-                self.spoiled()
-                raise
-            finally:
-                for leg in self._legs():
-                    leg.switching = False
+        with self._gate.holder("switch"):
+            exact = [sample for sample in self.running.values() if sample.job.exact_version is not None]
+            await self.take_out(exact, INTERRUPT_S)
+            if any(sample.leg is not None for sample in exact):
+                self._on_dead()
+                raise EngineDead(f"what runs could not be interrupted within {INTERRUPT_S:g} s")
+            with self.outputs.holder("switch"):
+                try:
+                    await asyncio.sleep(0)  # legs whose task has not run yet hand over their requests
+                    for leg in self._legs():
+                        leg.switching = True
+                    yield
+                except BaseException:
+                    self.spoiled()
+                    raise
+                finally:
+                    for leg in self._legs():
+                        leg.switching = False
 
     def switched(self, version: int, counts: Mapping[str, int], anew: Collection[str] = ()) -> None:
         """The weights are `version` now; the caller tells Generation too. Raises RuntimeError outside `switching`.

@@ -118,6 +118,8 @@ class Moving:
             return False
         if not isinstance(job, GenerateJob) or job.session_id is not None:
             return False
+        if job.exact_version not in (None, plan.version):
+            return False
         samples = [one for one in held.samples.values() if isinstance(one, SampleRun)]
         if any(one.finish_reason is not None or one.ending for one in samples):
             return False

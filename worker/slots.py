@@ -33,11 +33,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 class Slots:
     """Samples that wait, and how many may run at once: `limit`, which is `most` unless memory is short.
 
-    start(sample): starts the sample's next leg and returns its task. gate: while anybody holds it, nothing starts.
+    start(sample): starts the sample's next leg and returns its task; None if it may not run here.
+    gate: while anybody holds it, nothing starts.
     retried: how often a sample was tried again.
     """
 
-    def __init__(self, most: int, start: Callable[[Run], asyncio.Task[None]]) -> None:
+    def __init__(self, most: int, start: Callable[[Run], asyncio.Task[None] | None]) -> None:
         self.most = self.limit = most
         self.retried = 0
         self.waiting: deque[Run] = deque()
@@ -54,8 +55,7 @@ class Slots:
             sample = self.waiting.popleft()
             if sample.moving and not sample.dropped:
                 moving.append(sample)
-            elif not sample.dropped:
-                task = self._start(sample)
+            elif not sample.dropped and (task := self._start(sample)) is not None:
                 self._taken.add(task)
                 task.add_done_callback(self._free)
         self.waiting.extendleft(reversed(moving))

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release, Witness, can_of
 from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
-from ..messages.model import Command, CommandReply, WorkerState, WorkerStatus
+from ..messages.model import EXACT, Command, CommandReply, WorkerState, WorkerStatus
 from ..messages.redis import Bell, Ring, connect, parse_shards, ping
 from ..sync.transfer import Ledger, heard
 from .commands import HANDLERS, Commands, WorkerParts, beside, lift
@@ -71,6 +71,7 @@ class Worker:
         self._claims = ClaimLoop(*look, holds=self._held.unpublished_of, pace=lambda: self._generation.pace)
         self.vitals = Vitals(self._generation, config.lease_s)
         self._report = StatusReport(self._host, engine, self._held, self.vitals, config.max_running)
+        self._report.hold_version = config.hold_version
         self._saving = Saving(self._held, config.checkpoint_s, engine.progress)
         self._deadlines = Deadlines(self._held)
         self._handback = Handback(self._held, config.max_lost, self._host, lambda: self._lease)
@@ -124,6 +125,7 @@ class Worker:
             journal=self._journal,
             vitals=self.vitals,
             snapshots=snapshots,
+            hold=self.config.hold_version,
         )
         parts = WorkerParts(
             *(self._engine, self._generation, self._follower, ledger, self._claims, self._handback, self._outbox),
@@ -192,7 +194,7 @@ class Worker:
         self._box = CommandBox(redis, self.config.pool, self.worker_id)
         self._lease = lease = self._journal.lease(redis, self.config, self.worker_id, self._witnesses)
         info = self._engine.info
-        can = can_of(info.context_length, info.features, not info.features & POOLING_FEATURES)
+        can = can_of(info.context_length, info.features | {EXACT}, not info.features & POOLING_FEATURES)
         for part in lease.parts:
             part.can, part.engine = can, info.kind
         memberships = Memberships(lease, self.config.beat_s, self.config.max_lost, self._forget, self._claims.poke)
@@ -303,11 +305,12 @@ class Worker:
         if self._held.get(sample.job.id, sample.attempt) is not None:
             self._handback.bury(sample.job.id, sample.attempt, "refused", error)
 
-    def _failed(self, sample: Run, error: EngineError) -> None:
+    def _failed(self, sample: Run, error: EngineError | None) -> None:
         held = self._held.get(sample.job.id, sample.attempt)
         if held is not None and self._lease is not None:
-            log.warning("job %s failed here, another worker may try: %s", held.id, error)
-            self._handback.try_elsewhere(self._lease, held, self._outbox.flushed)
+            if error is not None:
+                log.warning("job %s failed here, another worker may try: %s", held.id, error)
+            self._handback.try_elsewhere(self._lease, held, self._outbox.flushed, lost=error is not None)
 
     def _published(self, finished: Finished, state: str) -> None:
         if state == "fenced":

@@ -45,7 +45,7 @@ def batches(jobs: Sequence[Job], most: int) -> Iterator[list[calls.Submission]]:
                 n=job.n,
                 priority=PRIORITIES.index(job.priority),
                 client=job.reply_to,
-                min_version=job.min_version,
+                min_version=job.min_version if job.exact_version is None else f"={job.exact_version}",
                 max_staleness="" if job.max_staleness is None else job.max_staleness,
                 deadline_ms="" if job.deadline_s is None else max(1, round(job.deadline_s * 1000)),
                 group=job.group_id,

@@ -28,7 +28,7 @@ from .command_params import (
     file_names,
 )
 from .commands import Command, CommandReply
-from .jobs import MAX_SAMPLES, PRIORITIES, GenerateJob, JobFields, QueueFields, SharedFields, TurnFields
+from .jobs import EXACT, MAX_SAMPLES, PRIORITIES, GenerateJob, JobFields, QueueFields, SharedFields, TurnFields
 from .media import MAX_MEDIUM_BYTES, Medium, check_media, mime_of
 from .results import JobFailure, Partial, RolloutResult, Segment, Timings, cut_segments, join_segments
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
@@ -62,6 +62,7 @@ from .workers import STALENESS_BOUNDS, DeadLetter, WorkerState, WorkerStatus
 __all__ = [
     "ACTIONS",
     "BUCKET_BYTES",
+    "EXACT",
     "FORMATS",
     "GRAMMARS",
     "MAX_ARRAY_BYTES",

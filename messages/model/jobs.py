@@ -18,6 +18,8 @@ from .tools import Tool
 Priority = Literal["high", "normal", "low"]
 PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
 MAX_SAMPLES = 4096
+EXACT = "exact_version"
+"""The feature of workers that know this field. Others would run such a job on any weights."""
 Ids = Sequence[int] | npt.NDArray[Any]
 """Token ids as callers pass them."""
 
@@ -29,6 +31,7 @@ class QueueFields(TypedDict, total=False):
     priority: Priority
     deadline_s: float | None
     min_version: int
+    exact_version: int | None
     max_staleness: int | None
     trace_id: str | None
     metadata: Metadata
@@ -85,6 +88,9 @@ class GenerateJob(Submitted):
         samples that wait inside one engine, before its KV cache has room for them.
     deadline_s: seconds from acceptance after which the job expires, whether it is queued or running.
     min_version: the oldest weights version on which the job may start.
+    exact_version: the one weights version that samples every token. The job waits until a worker has that version, and
+        goes on with what it has on another such worker when its own takes a newer one. Not with a larger min_version,
+        and not with max_staleness.
     max_staleness: how many versions a worker may be behind the newest committed one when the job starts there.
     context_ids: tokens before a prompt of text or messages, used as they are: the conversation so far, which `messages`
         continue. The result's prompt_ids contain both.
@@ -123,6 +129,7 @@ class GenerateJob(Submitted):
     engine_priority: Int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
     deadline_s: Float | None = Field(default=None, gt=0, le=30 * 86400.0)
     min_version: Int = Field(default=0, ge=0)
+    exact_version: Int | None = Field(default=None, ge=0, lt=1 << 40)
     max_staleness: Int | None = Field(default=None, ge=0)
     session_id: Name | None = None
     context_ids: TokenIds | None = None
@@ -158,6 +165,8 @@ class GenerateJob(Submitted):
             raise ValueError("text: at least one character is required")
         if self.media or self.messages is not None:
             check_media(self.media, self.messages, before=self.context_ids is not None)
+        if self.exact_version is not None:
+            check_exact(self.exact_version, self.min_version, self.max_staleness)
         if self.min_adapter_version and self.lora is None:
             raise ValueError(f"min_adapter_version={self.min_adapter_version}: only together with lora")
         prompt = 0 if self.token_ids is None else self.token_ids.size
@@ -185,7 +194,16 @@ class GenerateJob(Submitted):
         return attrgetter(name)(self)
 
 
+def check_exact(exact: int, least: int, max_staleness: int | None) -> None:
+    """Raises ValueError for bounds of versions that contradict the one version that is wanted."""
+    if least > exact:
+        raise ValueError(f"exact_version={exact}: at least min_version={least}")
+    if max_staleness is not None:
+        raise ValueError(f"exact_version={exact}: not together with max_staleness={max_staleness}")
+
+
 FEATURES = (
+    EXACT,
     "lora",
     "logprobs.top",
     "logprobs.prompt",

@@ -20,7 +20,7 @@ from .base import (
     exactly_one,
 )
 from .chat import MAX_TEXT, ChatMessage
-from .jobs import MAX_SAMPLES, Priority
+from .jobs import EXACT, MAX_SAMPLES, Priority, check_exact
 from .results import Timings
 
 Conversation = Annotated[Items[ChatMessage], Field(min_length=1, max_length=4096)]
@@ -41,6 +41,7 @@ class TaskJob(Submitted):
     priority: Priority = "normal"
     deadline_s: Float | None = Field(default=None, gt=0, le=30 * 86400.0)
     min_version: Int = Field(default=0, ge=0)
+    exact_version: Int | None = Field(default=None, ge=0, lt=1 << 40)
     max_staleness: Int | None = Field(default=None, ge=0)
     trace_id: str | None = Field(default=None, max_length=64)
     metadata: Metadata = Field(default_factory=dict, max_length=MAX_METADATA_ITEMS)
@@ -50,6 +51,8 @@ class TaskJob(Submitted):
 
     @model_validator(mode="after")
     def _not_too_many(self) -> Self:
+        if self.exact_version is not None:
+            check_exact(self.exact_version, self.min_version, self.max_staleness)
         if not 1 <= self.n <= MAX_SAMPLES:
             raise ValueError(f"{self.n} inputs: from 1 to {MAX_SAMPLES} in one job")
         return self
@@ -66,7 +69,7 @@ class TaskJob(Submitted):
 
     def features_used(self) -> list[str]:
         """Names of the features that this job needs, as in GenerateJob."""
-        return [f"task:{self.task}"]
+        return [f"task:{self.task}", *([EXACT] if self.exact_version is not None else [])]
 
     def unsupported(self, features: frozenset[str]) -> list[str]:
         """Names of those that an engine with `features` does not have."""
@@ -74,7 +77,7 @@ class TaskJob(Submitted):
 
     def value_of(self, name: str) -> Any:
         """The text that an error about feature `name` shows."""
-        return f"{type(self).__name__} of {self.n}"
+        return self.exact_version if name == EXACT else f"{type(self).__name__} of {self.n}"
 
 
 class TaskResult(Message):

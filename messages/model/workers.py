@@ -37,6 +37,7 @@ class WorkerStatus(Message):
     blocks: what keeps it from serving, by the names in BLOCKS or newer ones; none while it serves. why: who or what
     that is, for people. restarts_in_a_row: restarts of the engine since it last finished a sample.
     state_since: Unix seconds by the worker's clock at which it came into this state.
+    hold_version: the weights version that it keeps, None for one that follows the pool's.
     """
 
     KIND: ClassVar[int] = 6
@@ -75,6 +76,11 @@ class WorkerStatus(Message):
     why: str = Field(default="", max_length=512)
     restarts_in_a_row: StrictInt = Field(default=0, ge=0)
     state_since: Float = 0.0
+    hold_version: StrictInt | None = Field(default=None, ge=0)
+
+    def behind(self, committed: int) -> int:
+        """How many versions it has yet to get; 0 for one that keeps its version."""
+        return max(0, (committed if self.hold_version is None else self.hold_version) - self.version)
 
 
 class DeadLetter(Record):

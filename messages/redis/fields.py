@@ -14,7 +14,8 @@ ENTRY_BYTES = 64
 """Bytes that an entry of a reply stream counts for beside its content."""
 ADAPTERS_FROM, SLOTS_FROM, SLOT = 1 << 40, 1 << 52, 1 << 32
 """Scores in `later`: below the first a version of the weights, then an adapter's number times it and a version of that,
-then a slot of needs times SLOT and tokens of context. A higher version of the weights counts as ADAPTERS_FROM - 1."""
+then a slot of needs times SLOT and tokens of context. A higher version of the weights counts as ADAPTERS_FROM - 1.
+Below 0 minus the number of a worker, and from -ADAPTERS_FROM down minus that less the one version that a job wants."""
 
 NUMBERS = ("CLASSES", "ENTRY_BYTES", "ADAPTERS_FROM", "SLOTS_FROM", "SLOT")
 """Those of these constants that scripts have, too."""
@@ -46,7 +47,7 @@ class JOB:
     deadline = "e"
     """Until when, in ms of the pool's clock"""
     min_version = "v"
-    """Least version of the weights"""
+    """Least version of the weights, or `=<version>`: that one and no other"""
     max_staleness = "g"
     """Versions that it may be behind"""
     adapter = "l"

@@ -33,7 +33,7 @@ class Submission(NamedTuple):
     n: int
     priority: int
     client: str
-    min_version: int
+    min_version: int | str
     max_staleness: int | str
     deadline_ms: int | str
     group: str

@@ -46,7 +46,14 @@ local function client_key(client) return KEY.client .. client end
 -- version that a job needs; for an adapter, ADAPTERS_FROM times its number in the pool is added. A worker may take one range
 -- of scores for its weights, and one for each of its adapters. Jobs that prefer a worker wait here for it too, at minus
 -- that worker's number. ZSET `prefers` says until when. Of one score the lowest turn goes first: it is a part of the member.
+-- A job for exactly one version waits for it below these, at exact_score.
 local function later_key(class) return key_of_class(KEY.later, class) end
+local function exact_score(version) return -ADAPTERS_FROM - version end
+-- The one version that a job with this min_version wants, or nil. Raises for what is no version.
+local function exactly(min_version)
+  local exact = min_version and match(min_version, '^=(.*)$')
+  return exact and (whole(exact) or error('an exact version must be a number')) or nil
+end
 local function later_member(id, turn) return string.format('%015d:%s', whole(turn) or 0, id) end
 local function id_of(member) return string.sub(member, -32) end
 -- Jobs that need what only some engines can do wait there, too, at SLOTS_FROM + SLOT * <number of their names> + <tokens of

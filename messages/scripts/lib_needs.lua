@@ -115,5 +115,28 @@ local function read_needs(text, claim)
     end
     return kinds[names][kind]
   end
+  -- The same of what a job needs.
+  function needs.able(n, kind) return able(parsed(n).names, kind) end
   return needs
+end
+
+-- A task, which computes what is left of it, though it is to end with what it has.
+local function is_task(n) return n and string.find(n, 'task:', 1, true) end
+
+-- A job for exactly one version is left to the workers that share and have that, its adapter and what it needs: they are
+-- woken. Returns where it waits.
+local all_takers, told = nil, {}
+local function leave_to_version(exact, adapter, n, needs)
+  local name = adapter and '/' .. string.gsub(adapter, '@%d+$', '') .. '@'
+  local what = exact .. (name or '') .. ' ' .. (n or '')
+  all_takers = all_takers or redis.call('HGETALL', takers_key)
+  for i = 1, told[what] and 0 or #all_takers, 2 do
+    local _, _, _, _, its, kind, adapters = match(all_takers[i + 1], TAKER)
+    if whole(its) == exact and (not name or string.find(adapters, name, 1, true))
+      and (#needs.others == 0 or needs.able(n or PLAIN, kind)) then
+      wake(all_takers[i])
+    end
+  end
+  told[what] = true
+  return exact_score(exact)
 end

@@ -18,15 +18,15 @@ local ROUNDS = 8               -- of the search for the level; each leaves out w
 local TAKER = '^(%d+) (%d+) (%S+) (%d+) (%d+) (%S+) (.*)$'
 
 -- The workers that share: {name, held, most, pace, asked, version, like, speed} each; their level when so many samples wait;
--- their speeds together; and the speed of each kind of engine. me: the caller, as it is now. able(kind, adapters): whether such
--- workers count, nil for all.
+-- their speeds together; and the speed of each kind of engine. me: the caller, as it is now. able(kind, adapters, version): whether
+-- such workers count, nil for all.
 local function takers(me, waiting, able)
   local found, kinds, paces, known = {me}, {}, 0, 0
   local all = redis.call('HGETALL', takers_key)
   for i = 1, #all, 2 do
     local held, most, pace, asked, version, kind, adapters = match(all[i + 1], TAKER)
     held, most, asked = whole(held), whole(most), whole(asked)
-    if held and most and asked and all[i] ~= me.name and (not able or able(kind, adapters)) then
+    if held and most and asked and all[i] ~= me.name and (not able or able(kind, adapters, whole(version))) then
       found[#found + 1] = {name = all[i], held = held, most = most, pace = pace, asked = asked,
                            version = whole(version) or 0, like = kind .. adapters}
     end

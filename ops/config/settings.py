@@ -59,6 +59,7 @@ PLAIN_JOB = (
     "engine_priority",
     "deadline_s",
     "min_version",
+    "exact_version",
     "max_staleness",
     "min_adapter_version",
     "tool_parser",

@@ -53,7 +53,7 @@ def wait_s(headers: Mapping[str, str]) -> float:
 
 async def check_versions(facts: PoolFacts, jobs: Sequence[GenerateJob], seconds: float) -> None:
     """Return when a worker could serve these jobs. Raises VersionNotReady if none can within `seconds`."""
-    exact = max((it for job in jobs if (it := getattr(job, "exact_version", None)) is not None), default=None)
+    exact = max((job.exact_version for job in jobs if job.exact_version is not None), default=None)
     target = exact if exact is not None else max(job.min_version for job in jobs)
     ends = time.monotonic() + seconds
     while True:

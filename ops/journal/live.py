@@ -104,7 +104,7 @@ async def live_of(broker: Broker, job_id: str) -> Live | None:
 
 def _facts(found: dict[str, bytes]) -> dict[str, Any]:
     told = {name: text(found[name]) if name in found else None for name in _FIELDS}
-    count = {name: whole(found.get(name)) for name in _FIELDS}
+    count = {name: whole(found.get(name)) for name in _FIELDS if name != "min_version"}
     priority = count["priority"]
     return {
         "client": told["client"], "group": told["group"],
@@ -112,10 +112,16 @@ def _facts(found: dict[str, bytes]) -> dict[str, Any]:
         "priority": PRIORITIES[priority] if priority < len(PRIORITIES) else told["priority"],
         "accepted_at": count["accepted"] / 1000, "deadline_at": count["deadline"] / 1000 if told["deadline"] else None,
         "attempt": count["attempt"], "lost_leases": count["lost"], "moves": count["moves"],
-        "worker": told["owner"] or None, "min_version": count["min_version"] or None,
+        "worker": told["owner"] or None, **_version_of(told["min_version"]),
         "max_staleness": told["max_staleness"] or None, "adapter": told["adapter"] or None,
         "ending": bool(told["ending"]) or None, "payload_bytes": count["nbytes"],
     }  # fmt: skip
+
+
+def _version_of(said: str | None) -> dict[str, int | None]:
+    exact = bool(said) and str(said).startswith("=")
+    number = whole((said or "").lstrip("=").encode() or None)
+    return {"min_version": None if exact else number or None, "exact_version": number if exact else None}
 
 
 async def _read_payload(broker: Broker, live: Live, nbytes: int) -> None:
@@ -167,6 +173,8 @@ async def _find_place(broker: Broker, live: Live, priority: int, turn: int) -> N
             live.waits = f"a worker whose engine has {', '.join(names) or '?'}, and {context:,} tokens of context"
         else:
             live.waits = "the worker that it prefers" if score < 0 else f"weights version {int(score % ADAPTERS_FROM)}"
+            if score <= -ADAPTERS_FROM:
+                live.waits = f"a worker that has exactly weights version {int(-score) - ADAPTERS_FROM}"
             live.waits += " of its adapter" if score >= ADAPTERS_FROM else ""
     elif (place := await redis.lpos(keys.suspects, live.job_id)) is not None:
         live.waits = f"its last chance alone on a worker, behind {place} others: workers died that had it"

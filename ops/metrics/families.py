@@ -138,7 +138,7 @@ def _workers(reading: Reading, totals: Totals) -> Iterable[Metric]:
 def _weights(reading: Reading, totals: Totals) -> Iterable[Metric]:
     pool = reading.pool
     yield gauge(P + "committed_version", "The pool's newest weights version.", pool.committed)
-    behind = sum(worker.version < pool.committed for worker in pool.alive)
+    behind = sum(worker.behind(pool.committed) > 0 for worker in pool.alive)
     yield gauge(P + "workers_waiting_for_weights", "Live workers behind the committed version.", behind)
     about = "Seconds of a transfer on one worker, from rendezvous to verified parameters, since the exporter started."
     yield distribution(P + "sync_seconds", about, totals.syncs)

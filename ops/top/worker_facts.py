@@ -20,8 +20,9 @@ def state_of(worker: dict[str, Any]) -> str:
 
 
 def stale(worker: dict[str, Any], state: dict[str, Any]) -> int:
-    """Number of versions between what a worker serves and the newest committed one."""
-    return max(0, int(state["committed_version"]) - int(worker["version"]))
+    """Number of versions that a worker has yet to get; 0 for one that keeps its version."""
+    wanted = state["committed_version"] if worker["hold_version"] is None else worker["hold_version"]
+    return max(0, int(wanted) - int(worker["version"]))
 
 
 def worker_lines(worker_id: str, look: Look, history: History, width: int, styles: Mapping[str, str]) -> list[Text]:
@@ -32,6 +33,7 @@ def worker_lines(worker_id: str, look: Look, history: History, width: int, style
     state = state_of(worker)
     up = lasting(max(0.0, time.time() - worker["started_at"])) if worker["started_at"] else ""
     behind = stale(worker, look.state)
+    newest = "newest weights" if worker["hold_version"] is None else "kept"
     speeds = history.by_worker.get(worker_id, deque())
     return [
         facts(width, (state, styles.get(state, "")), (f"worker {worker_id}", "bold")),
@@ -40,7 +42,7 @@ def worker_lines(worker_id: str, look: Look, history: History, width: int, style
             (f"{worker['running']}/{worker['max_running']} running", ""),
             (f"{worker['held']} samples held", ""),
             (f"version {worker['version']}", ""),
-            (f"{behind} behind" if behind else "newest weights", "yellow" if behind else ""),
+            (f"{behind} behind" if behind else newest, "yellow" if behind else ""),
         ),
         Text(f"{short(worker['tokens_per_s']):>6} tok/s   ").append(curve(speeds, max(0, width - 16)), "green"),
         facts(

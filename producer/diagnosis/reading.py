@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ from ...messages.redis import ADAPTERS_FROM, ONCE_S, SLOTS_FROM, is_wrong_type, 
 from ...sync.transfer import Ledger
 
 GROUPS = 32
-"""Adapters' versions of which one look says how many jobs wait for them."""
+"""Jobs that wait for adapters' versions, or for exactly one version of the weights, that one look counts."""
 UNCLAIMED_S = 4.0
 """A claim takes milliseconds. A job that has waited so long beside free slots should have been claimed."""
 CONFIRM_S = 1.2
@@ -60,7 +61,8 @@ class PoolReading:
     ready: jobs that wait in the queues for any worker; heads: the first of each queue; oldest_at: when the oldest of
     these was made, by its id. unclaimed: whether one of them stayed there for a while beside free slots. ahead: jobs
     that wait for weights newer than the committed ones. behind: for those, or older ones. adapters: for an adapter's
-    version; adapters_at: the committed version of each. preferring: for the worker that they prefer. needs: for what
+    version; adapters_at: the committed version of each. exact: for exactly this version of the weights, how many.
+    preferring: for the worker that they prefer. needs: for what
     only some engines can do.
     alone: worker -> the job on its last chance that it runs without others.
     refused: None if nobody was refused lately. memory, memory_limit: bytes of the fullest server; 0 if it has no limit,
@@ -87,6 +89,7 @@ class PoolReading:
     behind: Held | None = None
     adapters: tuple[Held, ...] = ()
     adapters_at: Mapping[str, int] = field(default_factory=dict)
+    exact: Mapping[int, int] = field(default_factory=dict)
     preferring: int = 0
     needs: tuple[Waiting, ...] = ()
     alone: Mapping[str, str] = field(default_factory=dict)
@@ -168,6 +171,7 @@ class _Part:
     ahead: Held | None
     behind: Held | None
     adapters: list[Held]
+    exact: Counter[int]
     preferring: int
     refused: Refused | None
     memory: tuple[int, int]
@@ -180,7 +184,7 @@ async def _read_part(part: Broker) -> _Part:
     async with redis.pipeline(transaction=False) as pipe:
         pipe.hget(keys.weights, "committed")
         committed = whole((await _answers(pipe, [None]))[0])
-    spans = [("-inf", "(0"), (0, committed), (f"({committed}", f"({ADAPTERS_FROM}")]
+    spans = [(f"(-{ADAPTERS_FROM}", "(0"), (0, committed), (f"({committed}", f"({ADAPTERS_FROM}")]
     async with redis.pipeline(transaction=False) as pipe:
         pipe.time()
         pipe.hmget(keys.clock, "at", "seen")
@@ -193,10 +197,11 @@ async def _read_part(part: Broker) -> _Part:
             for first, last in spans[1:]:
                 pipe.zrangebyscore(later, first, last, withscores=True, start=0, num=1)
             pipe.zrangebyscore(later, ADAPTERS_FROM, f"({SLOTS_FROM}", withscores=True, start=0, num=GROUPS)
-        none = [0, [], 0, 0, 0, [], [], []] * len(keys.queues)
+            pipe.zrangebyscore(later, "-inf", -ADAPTERS_FROM, withscores=True, start=0, num=GROUPS)
+        none = [0, [], 0, 0, 0, [], [], [], []] * len(keys.queues)
         (seconds, micros), clock, busy, *rows = await _answers(pipe, [None, [None, None], None, *none])
     now_ms = seconds * 1000 + micros // 1000
-    rows = [rows[i : i + 8] for i in range(0, len(rows), 8)]
+    rows = [rows[i : i + 9] for i in range(0, len(rows), 9)]
     at, seen = map(whole, clock)
     heads = frozenset(text(row[1][0]) for row in rows if row[1])
     ages = [age for age in (age_s(job, now_ms / 1000) for job in heads) if age is not None]
@@ -211,6 +216,7 @@ async def _read_part(part: Broker) -> _Part:
         ahead=await _held(part, [(row[4], row[6]) for row in rows]),
         behind=await _held(part, [(row[3], row[5]) for row in rows]),
         adapters=await _of_adapters(part, [entry for row in rows for entry in row[7]]),
+        exact=await _exact(part, {int(score) for row in rows for _, score in row[8]}),
         preferring=sum(row[2] for row in rows),
         refused=_refusal(busy, now_ms),
         memory=await _memory(part.redis),
@@ -224,6 +230,15 @@ async def _held(part: Broker, classes: list[tuple[int, list[tuple[bytes, float]]
     first = min((one for _, firsts in classes for one in firsts), key=lambda it: it[1], default=None)
     bare = first is not None and await _has_no_version(part, text(first[0]))
     return Held(count, int(first[1]) if first else 0, by_staleness=bare)
+
+
+async def _exact(part: Broker, scores: set[int]) -> Counter[int]:
+    """How many jobs wait for exactly one version, by version. scores: where they wait in `later`."""
+    found = Counter[int]()
+    for score in scores:
+        counts = [await part.redis.zcount(later, score, score) for later in part.keys.later]
+        found[-score - ADAPTERS_FROM] += sum(counts)
+    return found
 
 
 def _refusal(busy: bytes | None, now_ms: int) -> Refused | None:
@@ -304,6 +319,7 @@ async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> 
         behind=_together([it.behind for it in parts if it.behind is not None]),
         adapters=tuple(one for it in parts for one in it.adapters),
         adapters_at={name[8:]: whole(at) for name, at in weights.items() if name.startswith("adapter:")},
+        exact=sum((it.exact for it in parts), Counter()),
         preferring=sum(it.preferring for it in parts),
         needs=tuple(total_of([it.needs for it in parts])),
         refused=min((it.refused for it in parts if it.refused is not None), key=lambda one: one.s, default=None),

@@ -28,6 +28,7 @@ Cause = Literal[
     "context",
     "adapter",
     "version-ahead",
+    "exact-version",
     "staleness",
     "suspect",
     "unclaimed",

@@ -78,7 +78,21 @@ def _of_jobs(reading: PoolReading) -> Iterator[Reason]:
             yield Reason("staleness", f"{told}: older ones are too stale", do)
         elif behind.least > newest:
             yield Reason("behind", told, "See what keeps them from it with `rolloutmq weights show`.")
+    yield from _of_exact(reading)
     yield from _of_claims(reading)
+
+
+def _of_exact(reading: PoolReading) -> Iterator[Reason]:
+    have = sorted({worker.version for worker in reading.alive})
+    for version, jobs in sorted(reading.exact.items()):
+        if version not in have:
+            workers = f"no worker has; they have {', '.join(map(str, have))}" if have else "no worker has"
+            told = f"{_jobs(jobs)} for exactly version {version} of the weights, which {workers}"
+            do = f"Publish it, or start `rolloutmq worker --hold-version {version} --snapshots FOLDER`."
+            yield Reason("exact-version", told, do)
+        else:
+            having = [worker for worker in reading.alive if worker.version == version]
+            yield from reasons_of_workers(reading, having, stops=True, group=f"{_jobs(jobs)} for version {version}")
 
 
 def _of_needs(reading: PoolReading, waiting: Waiting) -> Iterator[Reason]:

@@ -30,7 +30,7 @@ WITHOUT_EFFECT = {
     "echo": "an answer does not repeat its prompt",
 }
 """Fields that would change the answer of OpenAI's service, and why they change nothing here. They are logged once."""
-_QUEUE = ("priority", "deadline_s", "min_version", "max_staleness", "trace_id")
+_QUEUE = ("priority", "deadline_s", "min_version", "exact_version", "max_staleness", "trace_id")
 _OURS = frozenset(
     {"model", "messages", "prompt", "input_ids", "stream", "stream_options", "tools", "tool_choice", "session_id"}
     | {"functions", "function_call", "parallel_tool_calls", "continue_final_message", "add_generation_prompt"}

@@ -52,7 +52,9 @@ class Staleness:
         return max(0, (self.eta + updates + 1) * self.batch_size - live)
 
     def check(self, job: GenerateJob) -> None:
-        """Raises InvalidField for a job for which there is never room."""
+        """Raises InvalidField for a job for which there is never room, or that wants one version."""
+        if job.exact_version is not None:
+            raise InvalidField("exact_version", job.exact_version, "None: a feed says how old weights may be")
         if job.n > (most := (self.eta + 1) * self.batch_size):
             raise InvalidField("n", job.n, f"at most (eta + 1) x batch_size = {most}: there is never room for more")
 

@@ -113,6 +113,7 @@ class Sender:
         self._runs: dict[int, Run] = {}
         self._listening: asyncio.Task[None] | None = None
         self._said_later = False
+        self._held: set[str] = set()  # workers that keep their version
 
     async def open(self) -> dict[str, int]:
         """Start to listen. Returns name -> newest version, committed or not; the weights' name is ""."""
@@ -180,7 +181,9 @@ class Sender:
         """
         adapter, aborted = order.adapter, order.handle.aborted
         ledger, settings, snapshots = self._ledger, self._settings, self._offered.setdefault(adapter, [])
-        expected = await ledger.live_workers()
+        alive = await ledger.live_workers()
+        self._held &= alive
+        expected = alive - self._held
         if aborted:
             return order.report("aborted", failures=dict.fromkeys(expected, aborted), nbytes=snapshot.manifest.nbytes)
         await self._replace(snapshot.manifest.version, adapter)
@@ -289,7 +292,7 @@ class Sender:
 
     def _concerned(self, run: Run) -> set[str]:
         """The workers that have not said that they have the version."""
-        return (run.expected | run.outgoing.joined | run.reports.keys()) - set(run.served)
+        return (run.expected | run.outgoing.joined | run.reports.keys()) - set(run.served) - self._held
 
     def _why_not(self, run: Run, worker: str, silent_until: float) -> str:
         """Why there is nothing to wait for at a worker; "" if there is."""
@@ -327,6 +330,7 @@ class Sender:
             if epoch is None:
                 raise WeightSyncError(f"transfer {run.told.epoch} vanished from the ledger: was Redis emptied?")
             run.reports |= epoch.reports
+            self._held |= {worker for worker, report in epoch.reports.items() if report.phase == "held"}
             return await self._ledger.live_workers()
 
         alive = await through_outage(look, deadline)
@@ -352,7 +356,9 @@ class Sender:
         if "later" in ring:
             self._comes_later(run, worker, ring["later"])
         else:
-            run.reports[worker] = read_report(ring.get("report", ""))
+            run.reports[worker] = report = read_report(ring.get("report", ""))
+            if report.phase == "held":
+                self._held.add(worker)
 
     def _comes_later(self, run: Run, worker: str, said: str) -> None:
         with contextlib.suppress(ValueError):

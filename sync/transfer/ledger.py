@@ -78,7 +78,7 @@ class Epoch:
     @property
     def failures(self) -> dict[str, str]:
         """Worker -> why it failed there: its report, or why it had not reported when the transfer was closed."""
-        found = {w: f"{r.phase}: {r.error}" for w, r in self.reports.items() if not r.ok}
+        found = {w: f"{r.phase}: {r.error}" for w, r in self.reports.items() if not r.ok and r.phase != "held"}
         found |= {worker: why for worker, why in self.lost.items() if worker not in self.reports}
         return dict(sorted(found.items()))
 
@@ -152,6 +152,12 @@ class Ledger:
         """Return what an open transfer brings, or None if it is closed or unknown."""
         message, state = await self.redis.hmget(self.keys.epoch(number), "m", "st")
         return decode(message, WeightAnnouncement) if message and state == b"open" else None
+
+    async def digest_of(self, version: int) -> str:
+        """Return the digest of a committed version's manifest, "" if the ledger has forgotten it."""
+        state, number = await self.redis.hmget(self.keys.version(version), "st", "epoch")
+        message = await self.redis.hget(self.keys.epoch(whole(number)), "m") if state == b"committed" else None
+        return decode(message, WeightAnnouncement).digest if message else ""
 
     async def goes_on(self, told: WeightAnnouncement) -> bool:
         """Whether a transfer is still under way, or ended with a version that some worker serves."""

@@ -30,7 +30,7 @@ def parts_of(address: str) -> tuple[str, str]:
 """In the report of a receiver that had no answer from the sender's store. A sender that reads it is not gone."""
 _numbers = itertools.count(-1, -1)
 """Numbers of orders that are nobody's transfer: below 0, which none of the ledger has."""
-Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "done"]
+Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "done", "held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,8 @@ class TransferReport:
     """What became of a transfer, or of its first half, on one engine. Of several ranks the worst one counts.
 
     phase: after the first half "ready" (in the group, will receive while it loads) or "staged" (received and verified,
-        not yet loaded). At the end "done". After a failure the phase in which it failed.
+        not yet loaded). At the end "done". After a failure the phase in which it failed. "held": the worker keeps
+        another version, and takes no part.
     intact: whether the engine's weights are a whole version: the old one, or after "done" the new one. An engine that
         is not intact must not serve.
     switched: request id -> number of tokens that the old weights sampled, after an update under running requests.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ...messages.broker import Claim
 from ...messages.codec import JOBS, decode, decode_one_of
 from ...messages.errors import InvalidField, MessageError, RequestRefused
-from ...messages.model import GenerateJob, Medium, Partial, PoolingJob, ScoreJob, TaskJob
+from ...messages.model import EXACT, GenerateJob, Medium, Partial, PoolingJob, ScoreJob, TaskJob
 from ..engine import FEATURE, POOLING_FEATURES, EngineInfo, check
 from ..text import Tokenizer, after_context
 from .held import HeldJob
@@ -157,7 +157,7 @@ def _check(job: GenerateJob, info: EngineInfo) -> None:
     check(job, info.adapters, info.features)
     if pooling := info.features & POOLING_FEATURES:
         raise RequestRefused(f"this worker's model does not generate: {info.name} was started for {', '.join(pooling)}")
-    if missing := job.unsupported(info.features | {FEATURE}):
+    if missing := job.unsupported(info.features | {FEATURE, EXACT}):
         raise RequestRefused(f"{', '.join(missing)}: not supported by {info.name} {info.version} on this worker")
 
 
@@ -223,7 +223,7 @@ def _task_runs(job: TaskJob, claim: Claim, info: EngineInfo, tokenizer: Tokenize
 
     tokenizer: None only for a job for which `_needs_tokenizer` is False. Raises RequestRefused.
     """
-    if missing := job.unsupported(info.features):
+    if missing := job.unsupported(info.features | {EXACT}):
         has = ", ".join(sorted(name for name in info.features if name.startswith("task:"))) or "no task but generate"
         raise RequestRefused(f"{', '.join(missing)}: not on this worker, whose {info.name} {info.version} has {has}")
     runs: dict[int, TaskRun] = {}

@@ -117,7 +117,8 @@ class SampleRun(JobRun[GenerateJob]):
     def next_request(self, version: int) -> EngineRequest:
         """The next leg: the prompt and what there is of the answer, under weights `version`."""
         adapter = self._use_adapter()
-        if _ahead(self.segments, version) or _ahead(self.adapter_segments, adapter.version if adapter else 0):
+        exact = self.job.exact_version is not None and any(its.version != version for its in self.segments)
+        if exact or _ahead(self.segments, version) or _ahead(self.adapter_segments, adapter.version if adapter else 0):
             # A worker with a newer version released it. Versions never decrease within a sample, so it starts over.
             self.done, self.arrays, self.segments, self.adapter_segments = Generated(), {}, [], []
             self.legs, self.in_place = [], []

@@ -31,6 +31,7 @@ class Handback:
         self._current = current
         self._telling: set[asyncio.Task[None]] = set()
         self._leaving: set[str] = set()  # what a release under way is about
+        self._trying: set[tuple[str, int]] = set()
         self._strays: dict[int, frozenset[str]] = {}  # by shard
 
     async def settled(self) -> None:
@@ -122,16 +123,28 @@ class Handback:
         for batch in batches(releases, _bytes):
             await each(batch, send, _stays)
 
-    def try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[str], Awaitable[None]]) -> None:
-        """Let another worker try a job that failed here. `ready` returns when its finished samples are published."""
-        self._aside(self._try_elsewhere(lease, held, ready))
+    def try_elsewhere(
+        self, lease: Lease, held: HeldJob, ready: Callable[[str], Awaitable[None]], *, lost: bool = True
+    ) -> None:
+        """Let another worker try a job that failed here, or with lost=False cannot go on here.
 
-    async def _try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[str], Awaitable[None]]) -> None:
-        await ready(held.id)
-        if self._held.get(held.id, held.claim.attempt) is held:
-            release = held.release(lost=True)
-            self._held.drop(held.id)
-            await self._insist(lease, lambda: lease.release([release], self._max_lost))
+        `ready` returns when its finished samples are published.
+        """
+        if (held.id, held.claim.attempt) not in self._trying:  # by another one of its samples
+            self._trying.add((held.id, held.claim.attempt))
+            self._aside(self._try_elsewhere(lease, held, ready, lost))
+
+    async def _try_elsewhere(
+        self, lease: Lease, held: HeldJob, ready: Callable[[str], Awaitable[None]], lost: bool
+    ) -> None:
+        try:
+            await ready(held.id)
+            if self._held.get(held.id, held.claim.attempt) is held:
+                release = held.release(lost)
+                self._held.drop(held.id)
+                await self._insist(lease, lambda: lease.release([release], self._max_lost))
+        finally:
+            self._trying.discard((held.id, held.claim.attempt))
 
     def bury(self, job_id: str, attempt: int, cause: str, error: Exception) -> None:
         """Forget a job that no worker can run, and dead-letter it."""

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from ...messages.model import WorkerState, WorkerStatus
+from ...messages.model import EXACT, WorkerState, WorkerStatus
 from ..engine import Engine
 from ..jobs import HeldJobs, SampleRun
 from .vitals import Vitals
@@ -37,6 +37,7 @@ class StatusReport:
     """Writes the status of one worker. refused_publishes: samples that Redis refused, because another has the job."""
 
     def __init__(self, host: str, engine: Engine, held: HeldJobs, vitals: Vitals, max_running: int) -> None:
+        self.hold_version: int | None = None
         self.refused_publishes = 0
         self._host, self._engine, self._held, self._vitals, self._max_running = host, engine, held, vitals, max_running
         self._pace, self._cost = Pace(), Pace(COST_S)
@@ -66,7 +67,7 @@ class StatusReport:
             ep_size=info.ep_size,
             kv_tokens=info.kv_tokens,
             context_length=info.context_length,
-            features=tuple(sorted(info.features)),
+            features=tuple(sorted({*info.features, EXACT})),
             max_running=self._max_running,
             running=generation.running,
             held=self._held.unpublished,
@@ -82,6 +83,7 @@ class StatusReport:
             started_at=self._started_at,
             startup=self._vitals.startup.seconds.copy(),
             state_since=self._since,
+            **({} if self.hold_version is None else {"hold_version": self.hold_version}),
             blocks=tuple(blocks),
             why="; ".join(dict.fromkeys(blocks.values()))[:512],
         )

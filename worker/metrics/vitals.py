@@ -60,9 +60,12 @@ class Vitals:
         return status
 
     def finished(self, sample: Run) -> None:
-        """Count a sample that has ended, by how many versions its oldest token is behind the pool's newest."""
+        """Count a sample that has ended, by how many versions its oldest token is behind the pool's newest.
+
+        One of exactly one version is not stale.
+        """
         self.startup.answered(sample.engine_s)
-        if isinstance(sample, SampleRun) and sample.segments:
+        if isinstance(sample, SampleRun) and sample.segments and sample.job.exact_version is None:
             newest = max(self.committed, self.generation.version)
             self.samples.observe(newest - sample.segments[0].version)
 

@@ -22,7 +22,8 @@ class CatchUp:
     """Gets a version while the follower waits for transfers. If one brings it, that goes first.
 
     prepare(order): starts the first half of an update. commit(order, report): runs the second half after the first
-    one's report. Returns None if it is not needed any more.
+    one's report. Returns None if it is not needed any more. keeps: the worker keeps a version of its own, which the
+    ledger may have forgotten: then what the folder has under that number counts.
     """
 
     def __init__(
@@ -31,7 +32,10 @@ class CatchUp:
         snapshots: Snapshots | None,
         prepare: Callable[[TransferOrder], Preparing],
         commit: Callable[[TransferOrder, TransferReport], Awaitable[TransferReport | None]],
+        *,
+        keeps: bool = False,
     ) -> None:
+        self._keeps = keeps
         self._ledger, self._snapshots, self._prepare, self._commit = ledger, snapshots, prepare, commit
         self._under_way: tuple[TransferOrder, Preparing] | None = None
         self._failures, self._not_before = 0, 0.0
@@ -53,6 +57,8 @@ class CatchUp:
             self._failures, self._not_before = 0, 0.0
             return None
         self.behind = f"the pool has version {committed}, and this worker {here}"
+        if self._keeps:
+            self.behind = f"this worker is to keep version {committed}, and has {here}"
         if self._under_way is None and time.monotonic() >= self._not_before:
             await self._begin(worker_id, committed, digest)
         elif self._under_way is not None and self._under_way[1].done():
@@ -61,7 +67,8 @@ class CatchUp:
         return None
 
     async def _begin(self, worker_id: str, committed: int, digest: str) -> None:
-        order = await self._snapshots.order(committed, digest) if self._snapshots is not None and digest else None
+        may_read = self._snapshots is not None and (digest or self._keeps)
+        order = await self._snapshots.order(committed, digest) if self._snapshots and may_read else None
         if order is not None:
             self.trouble = ""
         else:

@@ -49,6 +49,7 @@ class WeightFollower:
     on_stuck(): called if the engine does not answer, or has weights that are neither old nor new and nothing mends
     them. adapters: follows the pool's LoRA adapters, which have transfers of their own.
     snapshots: where to look for the committed version before asking anybody for it.
+    hold: the one version that it takes and keeps, None for the newest that is committed.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class WeightFollower:
         journal: WorkerJournal,
         vitals: Vitals,
         snapshots: Snapshots | None = None,
+        hold: int | None = None,
     ) -> None:
         self._state = generation.state
         self._engine, self._generation, self._ledger = engine, generation, ledger
         self.adapters = AdapterFollower(engine, ledger)
         self._on_stuck, self._journal, self._vitals = on_stuck, journal, vitals
-        self.catch_up = CatchUp(ledger, snapshots, self._prepare, self._finish)
+        self._hold = hold
+        self.catch_up = CatchUp(ledger, snapshots, self._prepare, self._finish, keeps=hold is not None)
         self._said = 0.0
         self._seen_epoch = self._given_up = 0
         self._heard: dict[str, WeightAnnouncement] = {}  # by adapter, "" for the weights
@@ -102,7 +105,8 @@ class WeightFollower:
 
     def beat(self, committed: int, epoch: int) -> None:
         """Look at the ledger if a heartbeat says that there is something."""
-        if committed > self._state.version or epoch not in (0, self._seen_epoch):
+        wanted = committed if self._hold is None else self._hold
+        if wanted > self._state.version or epoch not in (0, self._seen_epoch):
             self.poke()
 
     async def run(self, worker_id: str, on_change: Callable[[bool], None]) -> None:
@@ -124,6 +128,8 @@ class WeightFollower:
                     await set_within(self._poked, SETTLED_LOOK_S)
                     continue
                 committed, digest, number = await self._ledger.heading()
+                if self._hold not in (None, committed):
+                    committed, digest = await self._kept(self._hold)
                 if not state.in_service and not state.quarantined and state.version >= committed:
                     state.confirmed()
                     on_change(True)
@@ -150,6 +156,10 @@ class WeightFollower:
                 name_once(f"the weights ledger cannot be read: {error}")
             await set_within(self._poked, wait_s)
 
+    async def _kept(self, hold: int) -> tuple[int, str]:
+        """The version that is kept, in place of the committed one, and its digest if it has yet to come."""
+        return hold, await self._ledger.digest_of(hold) if self._state.version < hold else ""
+
     async def _come_after(self, worker_id: str, committed: int, digest: str) -> bool:
         """Get the committed version without a transfer if this worker lacks it. Returns whether it has just come."""
         report = await self.catch_up.look(worker_id, self._state.version, committed, digest)
@@ -169,6 +179,7 @@ class WeightFollower:
     async def _look_into(self, told: WeightAnnouncement, worker_id: str, on_change: Callable[[bool], None]) -> bool:
         """Take part in a transfer if it concerns this worker. Returns False if the weights may not be touched now."""
         lacked = told.epoch != self._seen_epoch and not told.adapter and told.version > self._state.version
+        lacked = lacked and self._hold in (None, told.version)
         if not self._state.takes_weights() or (lacked and await self._budget.postpones(told, worker_id, self._ledger)):
             return False
         async with self._state.turn.take("a weight transfer"):
@@ -191,6 +202,9 @@ class WeightFollower:
             report = await self.adapters.take(told, worker_id)
             self._journal.updated(told.version, report, adapter=told.adapter)
             return await self._report(told, worker_id, report)
+        if self._hold not in (None, told.version):
+            why = f"this worker stays at version {self._hold}"
+            return await self._report(told, worker_id, TransferReport(ok=False, phase="held", error=why))
         if told.version <= self._state.version:
             return False
         served = self._state.in_service

@@ -10,7 +10,7 @@
 --   job with these (see stop); lost and moves; prefers, '' if it preferred a worker
 -- A repeated claim number returns the jobs of that claim that are still held: a client library re-sends after a lost reply.
 -- An older number comes from a delayed copy of a call and returns nothing.
-local worker, number = ARGV[2], ARGV[3]
+local worker, number, worker_key = ARGV[2], ARGV[3], KEY.worker .. ARGV[2]
 local max_jobs, max_samples, version = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local SCAN = 64               -- entries one claim looks at beyond what it takes
 local MAX_BYTES = 8388608     -- of payloads and partials, after which one claim takes no further job
@@ -18,7 +18,6 @@ local FIELD_BYTES = 2048      -- a published sample or a piece counts for so man
 local WARD_MS = 10000         -- somebody else may have the turn when its ward has not claimed for so long
 local WARD_TTL_S = 7200       -- by Redis' clock, and only so that nothing is left in a pool without workers
 local SHARE = 8               -- a class gets its turn when this many jobs of higher ones went past it
-local worker_key = KEY.worker .. worker
 if not alive(worker) then
   leave_to_others(worker)
   return {'NOLEASE'}
@@ -79,8 +78,8 @@ if (whole(last[1]) or 0) > tonumber(number) then return given end
 local committed = whole(redis.call('HGET', KEY.weights, 'committed')) or 0
 local ids, jobs, samples, looked, again = {}, 0, 0, 0, 0
 
--- Scores in `later` that this worker can serve: {from, to} each. able(kind, adapters): which other workers can, nil for all.
--- own: for no other worker.
+-- Scores in `later` that this worker can serve: {from, to} each. able(kind, adapters, version): which other workers can, nil for
+-- all. own: for no other worker.
 local has, has_names, ranges = {}, '', {{0, math.min(version, ADAPTERS_FROM - 1)}}
 local function number_of(adapter) return whole(redis.call('HGET', KEY.weights, 'number:' .. adapter)) end
 for i = 11, #ARGV - 1, 2 do
@@ -94,6 +93,7 @@ for i = 11, #ARGV - 1, 2 do
   end
 end
 if whole(last[4]) then ranges[#ranges + 1] = {-last[4], -last[4], own = true} end   -- what prefers this worker
+ranges[#ranges + 1] = {exact_score(version), exact_score(version), able = function(_, _, its) return its == version end}
 
 local needs = read_needs(ARGV[7] or '', number)
 append(ranges, unpack(needs.here))
@@ -101,9 +101,11 @@ append(ranges, unpack(needs.here))
 -- Where in `later` a job waits that this worker cannot run; nil for one that it can. An adapter that the pool has no
 -- version of keeps nobody waiting: the worker finds that out, and ends the job.
 local function score_of(v, g, l, n)
-  local for_others = #needs.others > 0 and needs.score(n or PLAIN)
+  local exact = exactly(v)
+  local for_others = exact and exact ~= version and leave_to_version(exact, l, n, needs)
+    or #needs.others > 0 and needs.score(n or PLAIN)
   if for_others then return for_others end
-  local needs = math.max(tonumber(v) or 0, g and committed - tonumber(g) or 0)
+  local needs = exact or math.max(tonumber(v) or 0, g and committed - tonumber(g) or 0)
   if version < needs then return math.min(needs, ADAPTERS_FROM - 1) end
   if not l then return nil end
   local adapter, least = string.match(l, '^(.+)@(%d+)$')
@@ -127,7 +129,7 @@ local function give_or_put_aside(id, queue)
   local wrong = not gone and (state ~= 'q' and JOB.state or damaged_record(f))
   local fine = not gone and not wrong
   local late = fine and f[AT.deadline] and tonumber(f[AT.deadline]) <= clock().deadlines
-  local score = fine and not late and not f[AT.ending]   -- its end needs no weights
+  local score = fine and not late and not (f[AT.ending] and not is_task(f[AT.needs]))   -- its end needs no weights
     and score_of(f[AT.min_version], f[AT.max_staleness], f[AT.adapter], f[AT.needs])
   if fine and f[AT.prefers] then redis.call('ZREM', prefers_key, id) end
   -- It is left to the worker that it prefers: one with a lease, if the job was never claimed and its time is not over.
@@ -147,6 +149,7 @@ local function give_or_put_aside(id, queue)
     redis.call('ZADD', queue_key(f[AT.priority]), (tonumber(last[2]) or 0) + 1, id)
   elseif score then
     redis.call('ZADD', later_key(f[AT.priority]), score, later_member(id, f[AT.turn]))   -- out of the way of those behind it
+    if score < 0 and other == worker then redis.call('HDEL', job_key(id), JOB.prefers) end   -- or it would come back at once
     if score >= SLOTS_FROM and not f[AT.needs] then redis.call('HSET', job_key(id), JOB.needs, PLAIN) end
   elseif not away then
     local progress, moved = progress_of(id, f), f[AT.attempt] ~= '0' and redis.call('HDEL', job_key(id), JOB.moving) == 1
@@ -178,12 +181,11 @@ local me = whole(ARGV[8]) and {
 -- One worker at a time is the ward for suspects: it lets what it holds run out, then takes them one by one.
 local alone_with, runs_alone = last[3], false
 if alone_with or (max_samples > 0 and redis.call('LLEN', suspects_key) > 0) then
-  local ward_key = KEY.ward
   local function ward()
-    local until_ms, holder = string.match(redis.call('GET', ward_key) or '', '^(%d+)@(.*)$')
+    local until_ms, holder = string.match(redis.call('GET', KEY.ward) or '', '^(%d+)@(.*)$')
     return whole(until_ms) and whole(until_ms) > clock().leases and holder or nil
   end
-  local function be_ward() redis.call('SET', ward_key, clock().leases + WARD_MS .. '@' .. worker, 'EX', WARD_TTL_S) end
+  local function be_ward() redis.call('SET', KEY.ward, clock().leases + WARD_MS .. '@' .. worker, 'EX', WARD_TTL_S) end
   -- The first suspect that this worker could run, and its class. Those that have ended are cleared away.
   local function next_suspect()
     for _, id in ipairs(redis.call('LRANGE', suspects_key, 0, SCAN - 1)) do
@@ -220,9 +222,7 @@ if alone_with or (max_samples > 0 and redis.call('LLEN', suspects_key) > 0) then
 end
 if runs_alone then max_samples = 0 end   -- it takes nothing else
 
-local function full()
-  return jobs >= max_jobs or samples >= max_samples or bytes >= MAX_BYTES or looked >= max_jobs + SCAN
-end
+local function full() return jobs >= max_jobs or samples >= max_samples or bytes >= MAX_BYTES or looked >= max_jobs + SCAN end
 
 -- How many jobs are in the queue of each class, and in its `later`.
 local sizes, queued, set_aside = {}, 0, 0

@@ -4,7 +4,7 @@
 --       digest, needs)
 -- max_bytes: payloads of open jobs and their saved pieces, results that nobody has taken yet, dead letters, and recorded sessions. max_unread: bytes of results
 -- that one client may leave untaken. letter: entry id of the dead letter that the job replaces.
--- adapter: <name>@<least version>. prefers: the worker it prefers, as <ms>@<worker id>. letter, max_staleness,
+-- min_version: the least one, or =<version> for exactly that one. adapter: <name>@<least version>. prefers: the worker it prefers, as <ms>@<worker id>. letter, max_staleness,
 -- deadline_ms (from now), group, adapter, prefers and needs are '' for none. digest: of the job's content, see same_job. needs: what
 -- an engine must be able to do, see claim.
 -- Returns one of new|q|r|done|cancelled|expired|dead per job; if one does not fit, in its place and as the last:

@@ -22,7 +22,7 @@ local function put_back(id, state, owner, class, turn, deadline, samples, publis
   local score = redis.call('ZSCORE', later_key(class), later_member(id, turn))
   if not score and redis.call('LLEN', suspects_key) == 0 then
     to_queue(id, class, turn, unpublished(samples, published))   -- where it is already, nearly always
-  elseif score and tonumber(score) < 0 and not redis.call('ZSCORE', prefers_key, id) then
+  elseif score and tonumber(score) < 0 and tonumber(score) > -ADAPTERS_FROM and not redis.call('ZSCORE', prefers_key, id) then
     redis.call('ZADD', prefers_key, 0, id)
   end
 end

@@ -16,5 +16,6 @@ end
 local waiting, version = 0, tonumber(ARGV[6])   -- nil for an adapter: any job may be for it
 for class = 0, CLASSES - 1 do
   waiting = waiting + redis.call('ZCOUNT', later_key(class), 1, version or '+inf')
+  if version then waiting = waiting + redis.call('ZCOUNT', later_key(class), exact_score(version), exact_score(version)) end
 end
 return {first and 'committed' or 'ok', waiting}

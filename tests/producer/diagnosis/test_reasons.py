@@ -51,6 +51,7 @@ STANDSTILLS: dict[str, PoolReading] = {
     "context": reading(status("w1"), needs=(Waiting(("generate",), 2, True, 4096, 1),)),
     "adapter": reading(status("w1"), adapters=(Held(1, 3, "math"),), adapters_at={"math": 2}),
     "version-ahead": reading(status("w1", version=3), committed=3, ahead=Held(2, 9)),
+    "exact-version": reading(status("w1", version=3), committed=3, exact={2: 4}),
     "staleness": reading(
         status("w1", version=3), committed=7, behind=Held(1, 7, by_staleness=True), offered_by=frozenset({""})
     ),

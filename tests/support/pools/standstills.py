@@ -150,38 +150,36 @@ async def behind(scene: Scene) -> None:
     await scene.shown("version")
 
 
-async def behind_what_jobs_need(scene: Scene) -> None:
+async def behind_what_jobs_need(scene: Scene, **wants: int) -> None:
     await looked(await scene.worker())
     await scene.commit(3, await scene.never_answers())
-    await scene.submit(tokens(min_version=3))
+    await scene.submit(tokens(**(wants or {"min_version": 3})))
     await scene.aside()
 
 
 async def too_stale(scene: Scene) -> None:
-    await looked(await scene.worker())
-    await scene.commit(3, await scene.never_answers())
-    await scene.submit(tokens(max_staleness=0))
-    await scene.aside()
+    await behind_what_jobs_need(scene, max_staleness=0)
 
 
-async def weights_lost(scene: Scene) -> None:
-    await scene.commit(3)
+async def weights_lost(scene: Scene, address: str | None = None) -> None:
+    await scene.commit(3, address)
     await scene.worker()
     await scene.submit()
     await scene.shown("unavailable")
 
 
 async def weights_lost_by_a_dead_trainer(scene: Scene) -> None:
-    await scene.commit(3, "127.0.0.1:9")
-    await scene.worker()
-    await scene.submit()
-    await scene.shown("unavailable")
+    await weights_lost(scene, "127.0.0.1:9")
 
 
-async def version_ahead(scene: Scene) -> None:
+async def version_ahead(scene: Scene, **wants: int) -> None:
     await scene.worker()
-    await scene.submit(tokens(min_version=7))
+    await scene.submit(tokens(**(wants or {"min_version": 7})))
     await scene.aside()
+
+
+async def version_elsewhere(scene: Scene) -> None:
+    await version_ahead(scene, exact_version=7)
 
 
 async def by_command(scene: Scene, action: str, block: str, **params: Any) -> None:
@@ -378,6 +376,7 @@ TABLE: list[tuple[str, Make]] = [
     ("weights-lost", weights_lost),
     ("weights-lost", weights_lost_by_a_dead_trainer),
     ("version-ahead", version_ahead),
+    ("exact-version", version_elsewhere),
     ("paused", paused),
     ("asleep", asleep),
     ("stale-weights", stale_weights),

@@ -76,6 +76,10 @@ def specimens() -> dict[str, Message]:
             trace_id="t",
             metadata={"a": 1, "b": None, "c": True, "d": 0.5, "e": "x"},
         ),
+        "exact-job": GenerateJob(id=ID, reply_to="c", token_ids=[1], exact_version=7),
+        "exact-embed-job": EmbedJob(id=ID, reply_to="c", token_ids=([1, 2],), exact_version=7),
+        "exact-reward-job": RewardJob(id=ID, reply_to="c", token_ids=([1, 2],), exact_version=7),
+        "exact-score-job": ScoreJob(id=ID, reply_to="c", token_ids=[1, 2], continuations=([3],), exact_version=7),
         "chat": GenerateJob(id=ID, reply_to="c", messages=(ChatMessage(role="user", content="hé"),)),
         "result": RolloutResult(
             job_id=ID,
@@ -247,6 +251,7 @@ def specimens() -> dict[str, Message]:
             restarts_in_a_row=2,
             state_since=1.5,
         ),
+        "holding-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, hold_version=3),
         "command": Command(id=ID, action="pause", worker_id="w", params={"mode": "abort"}, timeout_s=5.0),
         "signed-command": Command(id=ID, action="pause", timeout_s=5.0, sender="u@h"),
         "command-reply": CommandReply(id=ID, worker_id="w", ok=False, result={"x": 1}, kind="E", error="e"),
