@@ -194,7 +194,7 @@ def _prefix_digests(ids: npt.NDArray[np.int32], ends: Iterable[int]) -> dict[int
     data, running, at = memoryview(ids.astype("<i4").tobytes()), blake2b(digest_size=16), 0
     found: dict[int, str] = {}
     for end in sorted({*ends}):
-        running.update(data[4 * at : 4 * end].data)
+        running.update(data[4 * at : 4 * end])
         at, found[end] = end, running.copy().hexdigest()
     return found
 

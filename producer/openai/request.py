@@ -68,9 +68,9 @@ def chat_request(
 
     defaults: sampling parameters that the body may leave out. Beside OpenAI's fields the body may have other
     sampling parameters of any dialect, `input_ids` (the prompt, instead of messages), `session_id`, `lora`,
-    `weight_version` ({"min_version", "exact_version"}), and a job's priority, deadline_s, min_version, exact_version, max_staleness. A
-    number as priority is vLLM's: the lowest goes first. An unknown name is ignored, and logged once, unless it is close
-    to a known one. Raises InvalidField, which names the field.
+    `weight_version` ({"min_version", "exact_version"}), and a job's priority, deadline_s, min_version, exact_version,
+    max_staleness. A number as priority is vLLM's: the lowest goes first. An unknown name is ignored, and logged once,
+    unless it is close to a known one. Raises InvalidField, which names the field.
 
     render: makes the prompt's ids here instead of on the worker. `continue_final_message`, `chat_template_kwargs`,
         `chat_template` and `add_generation_prompt: false` need it. always_render: use it for every body.
