@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from redis.exceptions import RedisError
 from starlette.applications import Starlette
@@ -60,8 +61,9 @@ def application(gateway: Gateway) -> Starlette:
         *OpenAIDoor(gateway).routes(),
         *(Route(f"/{name}", blocked, methods=["GET", "POST"]) for name in BLOCKED),
     ]
-    handlers = dict.fromkeys((RolloutMQError, RedisError, OSError, TimeoutError, HTTPException, ClientGone), _answered)
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers | {Exception: refusal})
+    ours = (RolloutMQError, RedisError, OSError, TimeoutError, HTTPException, ClientGone)
+    handlers: dict[Any, Any] = {**dict.fromkeys(ours, _answered), Exception: refusal}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
 
 async def _answered(_: Http, error: Exception) -> Response:

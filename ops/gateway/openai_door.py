@@ -95,8 +95,8 @@ class OpenAIDoor:
             *(Route("/sessions/{session}" + it.path, it.endpoint, methods=it.methods) for it in about_models),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/v1/requests/{key}", self._fetch, methods=["GET"]),
-            Route("/v1/requests/{key}", self._cancel, methods=["DELETE"]),
+            Route("/v1/requests/{id}", self._fetch, methods=["GET"]),
+            Route("/v1/requests/{id}", self._cancel, methods=["DELETE"]),
             Route("/finish_session", self._finish_session, methods=["POST"]),
         ]
 
@@ -212,7 +212,7 @@ class OpenAIDoor:
 
     async def _begun(self, http: Http) -> Begun:
         """The request that a path names: by its key, or by its id."""
-        tenant, key = self._tenant(http), http.path_params["key"]
+        tenant, key = self._tenant(http), http.path_params["id"]
         for name in (id_of(key), key):
             if (found := await self._gateway.requests.look(tenant, name)) is not None:
                 return found
