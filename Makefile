@@ -22,7 +22,7 @@ ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && echo "these failed; once more and 
 
 BENCHES = $(addprefix bench-,queue shards idle engine episodes sync scale)
 
-.PHONY: help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz $(BENCHES) bench-spread bench-fleet-weights bench-updates check docs clean
+.PHONY: audit-made sbom-made help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz $(BENCHES) bench-spread bench-fleet-weights bench-updates audit sbom check docs clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
@@ -44,6 +44,7 @@ help:
 	@echo "make bench-updates   what updates cost a worker in each mode, contexts and intervals (15 minutes; benchmarks/README.md)"
 	@echo "make check   formatting, lint, strict types, import order, file sizes, budget.toml, that every test can be imported"
 	@echo "make docs    the documentation with the API reference, into out/site; warnings are errors"
+	@echo "make audit   known vulnerabilities of what is installed, a report; make sbom writes out/sbom.json for a release"
 	@echo "make clean   remove .venv, out/ and caches"
 
 setup:
@@ -164,6 +165,23 @@ docs: setup
 	@.venv/bin/python -m pip install -q --no-deps --disable-pip-version-check -r requirements/docs.txt
 	@rm -rf out/docs; mkdir -p out/docs/rolloutmq; cp -r *.py messages sync producer worker ops out/docs/rolloutmq
 	PYTHONPATH=out/docs .venv/bin/mkdocs build --strict
+
+# In an environment of their own: what they need is no part of what is looked at. Both report, and stop nothing.
+AUDIT = .venv/audit/bin
+audit sbom: setup
+	@mkdir -p out; test -x $(AUDIT)/cyclonedx-py || { .venv/bin/python -m venv .venv/audit && \
+	  $(AUDIT)/pip install -q --no-input pip-audit cyclonedx-bom; } >out/$@.log 2>&1 || { \
+	  echo "$@: pip cannot install pip-audit and cyclonedx-bom (out/$@.log): nothing is looked at"; exit 0; }; \
+	$(MAKE) --no-print-directory -s $@-made
+
+audit-made:
+	@$(AUDIT)/pip-audit --progress-spinner off --path \
+	  "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >out/audit.txt 2>&1; \
+	grep -v "could not be audited" out/audit.txt | head -60; \
+	echo "audit: $$(grep -c 'could not be audited' out/audit.txt) packages are not known to the advisories that were reached (out/audit.txt)"
+
+sbom-made:
+	@$(AUDIT)/cyclonedx-py environment --pyproject pyproject.toml --of JSON -o out/sbom.json .venv/bin/python && echo "sbom: out/sbom.json"
 
 clean:
 	rm -rf .venv out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

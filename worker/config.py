@@ -18,7 +18,7 @@ class WorkerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    redis_url: str
+    redis_url: str = Field(repr=False)
     """URL: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://."""
     pool: str = "default"
     """Name of the pool."""

@@ -26,7 +26,7 @@ class PoolSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    redis_url: str | None = None
+    redis_url: str | None = Field(default=None, repr=False)
     pool: str = "default"
     max_staleness: int = Field(default=0, ge=0)
     prefer_s: float = Field(default=30.0, gt=0, le=60.0)

@@ -48,7 +48,7 @@ class Context:
     pool: str
     report: Callable[[dict[str, Any]], None] = lambda _: None
     notes: dict[str, Any] = field(default_factory=dict)
-    redis_url: str = ""
+    redis_url: str = field(default="", repr=False)
     _shown: dict[str, Any] = field(default_factory=dict)
     _at: float = float("-inf")
 
