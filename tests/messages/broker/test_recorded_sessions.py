@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 from support.pools.pool import eventually
+from support.specimens.messages import job
 from support.specimens.turns import turn
 
-from rolloutmq.messages import Broker, InvalidField, RolloutResult, encode
+from rolloutmq.messages import Broker, InvalidField, PoolBusy, RolloutResult, encode
 from rolloutmq.messages.broker import Caps, RecordedSessions, SessionSummary, broker_of, recorded_sessions
 from rolloutmq.messages.errors import MalformedMessage, MessageError, NoSuchSession, TurnRefused
 from rolloutmq.messages.redis import SESSION
@@ -151,6 +152,20 @@ async def test_all_sessions_together_are_bounded(db: Redis) -> None:
     assert refused.value.reason == "pool"
     await store.forget("default", "s0")
     await store.record("default", "more", "k", turn([1], [2]))
+
+
+@pytest.mark.one_shard
+async def test_sessions_count_in_the_pools_bytes(db: Redis) -> None:
+    broker = broker_of(db, "default", Caps(nbytes=4000))
+    store = RecordedSessions(broker)
+    await broker.enqueue([job()])
+    await store.record("default", "s", "k", turn([1], [2]))
+    large = job(token_ids=[1] * 850)  # 3.4 KB, which fit without the turn
+    with pytest.raises(PoolBusy, match="sessions hold") as busy:
+        await broker.enqueue([large])
+    assert busy.value.reason == "bytes"
+    await store.forget("default", "s")
+    assert await broker.enqueue([large]) == ["new"]
 
 
 async def test_a_conversation_takes_memory_in_proportion_to_its_length(store: RecordedSessions) -> None:

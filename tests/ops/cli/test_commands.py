@@ -15,11 +15,13 @@ from redis.asyncio import Connection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from support.pools.fixtures import MakeLease
 from support.pools.pool import eventually, status, worker
+from support.specimens.turns import turn
 from typer.testing import CliRunner
 
 import rolloutmq
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Lease, connect
+from rolloutmq.messages.broker import RecordedSessions
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.ops.cli.main import COMMANDS, GROUPS, app, load
 from rolloutmq.ops.flags import as_config, parse_extra
@@ -149,6 +151,21 @@ async def test_status_tells_queue_workers_and_dead_letters(redis_db: str) -> Non
             assert state["ended"] == {"done": 1, "cancelled": 0, "expired": 0, "dead": 1}
             assert "max_new_tokens" in state["dead_letters"][0]["error"]
             json.dumps(state)
+
+
+async def test_status_tells_of_sessions_that_nobody_took(redis_db: str, broker: Broker) -> None:
+    await RecordedSessions(broker).record("default", "kept", "k", turn([1], [2]))
+    await RecordedSessions(broker, idle_s=0.001).record("default", "lost", "k", turn([1], [2]))
+
+    async def ended() -> bool:
+        await broker.end_overdue()
+        return (await broker.load()).sessions_expired == 1
+
+    await eventually(ended)
+    state = await pool_state(redis_db, "default")
+    told = f"recorded sessions: {state['session_bytes']:,} bytes; 1 ended that nobody took"
+    assert state["session_bytes"] > 0
+    assert told in list(status_lines(state))
 
 
 async def test_status_tells_shares_and_how_even_loads_are(redis_db: str, joined: MakeLease) -> None:

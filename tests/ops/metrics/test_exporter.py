@@ -19,9 +19,11 @@ from support.pools.pool import eventually, short_retries, status, wait_replies, 
 from support.pools.scraped import scraped
 from support.redis.roles import create
 from support.specimens.messages import job, specimens
+from support.specimens.turns import turn
 from typer.testing import CliRunner
 
 from rolloutmq.messages import Broker, SamplingParams, WeightAnnouncement, connect
+from rolloutmq.messages.broker import RecordedSessions
 from rolloutmq.messages.codec import encode
 from rolloutmq.messages.model import WorkerStatus
 from rolloutmq.ops.cli import app
@@ -34,6 +36,7 @@ from rolloutmq.sync.transfer import Ledger, TransferReport
 from rolloutmq.worker.metrics import MetricsServer
 
 DONE = 'rolloutmq_ended_jobs_total{outcome="done"}'
+EXPIRED = "rolloutmq_expired_sessions_total"
 
 
 @asynccontextmanager
@@ -68,6 +71,8 @@ async def reader(redis_db: str) -> AsyncIterator[PoolReader]:
 async def test_it_shows_a_pool_that_works(redis_db: str, broker: Broker) -> None:
     async with looking(redis_db) as (_, port):
         await eventually(lambda: _.up, what="the first look")
+        await RecordedSessions(broker, idle_s=0.001).record("default", "lost", "k", turn([1], [2]))
+        await RecordedSessions(broker).record("default", "kept", "k", turn([1], [2]))
         async with worker(redis_db, max_running=8, lease_s=1.0):
             await broker.enqueue([job(n=2, sampling=SamplingParams(max_new_tokens=8)) for _ in range(4)])
             await wait_replies(broker, 8)
@@ -75,8 +80,8 @@ async def test_it_shows_a_pool_that_works(redis_db: str, broker: Broker) -> None
             async def counted() -> Any:
                 seen = await shown(port)
                 # One look reads the queue before the workers, and jobs may end between.
-                told = seen.get("rolloutmq_generated_tokens_total"), seen.get(DONE)
-                return seen if told == (64, 4) else None
+                told = seen.get("rolloutmq_generated_tokens_total"), seen.get(DONE), seen.get(EXPIRED)
+                return seen if told == (64, 4, 1) else None
 
             seen = await eventually(counted, what="a look after the worker's heartbeat")
         assert seen["rolloutmq_up"] == 1
@@ -86,6 +91,7 @@ async def test_it_shows_a_pool_that_works(redis_db: str, broker: Broker) -> None
         assert seen['rolloutmq_sample_staleness_versions_bucket{le="0.0"}'] == 8
         assert seen["rolloutmq_queued_work_seconds"] == seen["rolloutmq_running_jobs"] == 0
         assert seen['rolloutmq_used_bytes{kind="replies"}'] > 0
+        assert seen['rolloutmq_used_bytes{kind="sessions"}'] > 0
         assert seen["rolloutmq_clients_with_unread_replies"] == 1
         assert seen["rolloutmq_redis_memory_bytes"] > 0
 

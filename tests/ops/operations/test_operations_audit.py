@@ -13,10 +13,11 @@ import pytest
 from redis.asyncio import Redis
 from support.pools.pool import dump, eventually, status, worker
 from support.specimens.messages import job, result
+from support.specimens.turns import turn
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Finished, GenerateJob, Lease, Release, connect, new_id
-from rolloutmq.messages.broker import Piece
+from rolloutmq.messages.broker import Piece, RecordedSessions
 from rolloutmq.messages.model import Partial
 from rolloutmq.messages.redis.keys import later_member
 from rolloutmq.ops.operations.audit.look import Looker
@@ -36,7 +37,7 @@ def kinds(report: dict[str, Any]) -> set[tuple[str, str]]:
 
 class Pool:
     """One of everything: queued jobs of two classes, one waiting for newer weights, a suspect, a running one of worker
-    w1, ended ones with their results unread."""
+    w1, ended ones with their results unread; recorded sessions."""
 
     def __init__(self, db: Redis) -> None:
         self.db, self.broker = db, Broker(db, "default")
@@ -63,6 +64,11 @@ class Pool:
         cancelled = job()
         await self.broker.enqueue([self.queued, self.low, cancelled])
         await self.broker.cancel([cancelled.id])
+        sessions = RecordedSessions(self.broker)
+        for name in ("open", "taken", "forgotten"):
+            await sessions.record("default", name, "k", turn([1], [2]))
+        await sessions.take("default", "taken")
+        await sessions.forget("default", "forgotten")
         return self
 
 

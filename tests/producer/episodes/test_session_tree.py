@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.specimens.turns import turn
 
-from rolloutmq import BlockingRolloutClient, InvalidField, RolloutClient, RolloutResult, Segment, WaitTimeout
+from rolloutmq import (
+    BlockingRolloutClient,
+    InvalidField,
+    RolloutClient,
+    RolloutResult,
+    SamplingParams,
+    Segment,
+    WaitTimeout,
+)
 from rolloutmq.messages import Broker
 from rolloutmq.messages.broker import RecordedSessions
 from rolloutmq.messages.errors import NoSuchSession, TurnRefused
@@ -195,6 +203,26 @@ async def test_a_trainer_takes_what_was_recorded(client: RolloutClient) -> None:
     with pytest.raises(NoSuchSession, match="forgotten"):
         await client.take_session("s", timeout=None)  # nothing to wait for
     assert len((await client.take_session("s", "other")).turns) == 3
+
+
+@pytest.mark.usefixtures("serving")
+async def test_what_a_pool_generated_comes_back_token_by_token(client: RolloutClient) -> None:
+    """Results of token ids have their prompts from the client that asked, and not on the wire."""
+    store, prompt = RecordedSessions(client.broker), [1, 2, 3]
+    turns = list[RolloutResult]()
+    for number in range(3):
+        (result,) = await client.wait(await client.submit(token_ids=prompt, sampling=SamplingParams(max_new_tokens=4)))
+        await store.record("default", "s", f"{number}:0", result)
+        turns.append(result)
+        prompt = [*prompt, *result.token_ids.tolist(), 7]
+    taken = await client.take_session("s")
+    assert [ids(one) for one in taken.turns] == [ids(one) for one in turns]
+    (row,) = taken.rows()
+    assert row.ids.tolist() == prompt[:-1]
+    assert row.mask.tolist() == [0] * 3 + ([1] * 4 + [0]) * 2 + [1] * 4
+    sampled = np.concatenate([one.logprobs for one in turns if one.logprobs is not None])
+    assert row.logprobs[row.mask == 1].tolist() == sampled.tolist()
+    assert (await client.sessions().__anext__()).nbytes < 10_000
 
 
 async def test_a_session_without_a_turn(client: RolloutClient) -> None:
