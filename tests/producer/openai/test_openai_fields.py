@@ -140,6 +140,7 @@ def test_versions_as_miles_contract_has_them() -> None:
 )
 def test_a_model_may_be_an_adapter(model: str, more: dict[str, Any], lora: str | None) -> None:
     body = {"model": model, "messages": [USER], **more}
+    assert chat_request(body, {"lora": "default"}, adapters={"a"}).jobs[0].lora == (lora or "default")
     request = chat_request(body, adapters={"a"})
     assert (request.jobs[0].lora, request.model) == (lora, model)
     assert completion_request({"model": model, "prompt": "x", **more}, adapters={"a"}).jobs[0].lora == lora
