@@ -4,13 +4,12 @@
     handles = await client.submit_many(request.jobs)
     answer = response(request, [await client.wait(handle) for handle in handles], decode)
 
-`stream_chunks(request, deltas, decode)` answers a body with `stream`. `error_of` makes the answer for an error, and
-`refusal` the one for a request that never becomes a job.
+`stream_chunks(request, deltas, decode)` answers a body with `stream`. `error_of` makes the answer for an error.
 """
 
 from .chunks import GrowingText, stream_chunks
 from .embeddings import embedding_job, embedding_response
-from .errors import error_of, refusal, version_not_ready
+from .errors import error_of
 from .logprobs import Tokens, bytes_reader
 from .models import model_list
 from .request import Render, Request, chat_request, completion_request
@@ -30,10 +29,8 @@ __all__ = [
     "embedding_response",
     "error_of",
     "model_list",
-    "refusal",
     "response",
     "stream_chunks",
     "tokenize",
-    "version_not_ready",
     "version_spans",
 ]

@@ -37,33 +37,6 @@ _KINDS: tuple[tuple[type[RolloutMQError], int, str], ...] = (
 )
 
 
-_REFUSALS: dict[str, tuple[int, str, str | None]] = {
-    "no_key": (401, "authentication_error", "invalid_api_key"),
-    "route_blocked": (403, "RouteBlocked", None),
-    "no_model": (404, "invalid_request_error", "model_not_found"),
-    "not_found": (404, "not_found_error", None),
-    "method": (405, "invalid_request_error", None),
-    "session_closed": (409, "conflict_error", "session_closed"),
-    "too_large": (413, "request_too_large", None),
-    "key_reused": (422, "idempotency_error", "idempotency_key_reused"),
-    "rate": (429, "rate_limit_error", "rate_limit_exceeded"),
-    "no_engine": (503, "EngineUnavailable", None),
-}
-"""Why a request never becomes a job -> HTTP status, type, and OpenAI's own code if there is one."""
-
-
-def refusal(why: str, message: str, param: str | None = None) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the body that refuse a request. why: a name of the table above."""
-    status, kind, code = _REFUSALS[why]
-    error = {"message": message, "type": kind, "param": param, "code": code or status}
-    return status, {"error": error | ({"retryable": True} if why == "no_engine" else {})}
-
-
-def version_not_ready(target: int, applied: int | None, message: str) -> tuple[int, dict[str, Any]]:
-    """The status and body of miles' contract for a request whose weights version no worker has. applied: the newest."""
-    return 409, {"type": "WeightVersionNotReady", "target_version": target, "applied": applied, "message": message}
-
-
 def error_of(error: RolloutMQError) -> dict[str, Any]:
     """The answer to a request that ended in this error."""
     if isinstance(error, JobFailed):

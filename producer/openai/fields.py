@@ -65,9 +65,10 @@ def fields_of(
     said = _said(body)
     _check_logprobs(said, kind)
     taken = _subjects(said)
-    params = {name: value for name, value in (defaults or {}).items() if not taken & _subjects({name: value})} | said
+    about = {name: _subjects({name: value}) for name, value in (defaults or {}).items()}
+    params = {name: value for name, value in (defaults or {}).items() if not taken & about[name]} | said
     most = COMPLETION_TOKENS if kind == "completion" else REST_TOKENS if room is not None else None
-    if most is not None and "sampling.max_new_tokens" not in _subjects(params):
+    if most is not None and "sampling.max_new_tokens" not in taken.union(*about.values()):
         params["max_new_tokens"] = max(1, most if room is None else min(most, room))
     fields = job_fields(params, "openai")
     if said.get("logprobs") is None or said["logprobs"] is False:
@@ -77,8 +78,8 @@ def fields_of(
         fields["stream"] = True
     if body.get("tool_parser") is not None:
         fields["tool_parser"] = body["tool_parser"]
-    if (adapter := _adapter(model_of(body), adapters)) is not None:
-        fields.setdefault("lora", adapter)
+    if (adapter := _adapter(model_of(body), adapters)) is not None and "lora" not in taken:
+        fields["lora"] = adapter
     return fields | queue_fields(body)
 
 

@@ -195,7 +195,10 @@ def _chat_prompt(
             why = "absent: the conversation is rendered by a worker" if render is None else "absent beside media"
             raise InvalidField(next(iter(how), "messages"), True, why)
         shown = {"tools": [tool.rendered() for tool in tools.declared]} if tools.declared else {}
-        ids = render([message.rendered() for message in messages], **{"answer": True} | how, **shown)
+        try:
+            ids = render([message.rendered() for message in messages], **{"answer": True} | how, **shown)
+        except Exception as error:  # a template is a program, and refuses conversations by raising anything
+            raise InvalidField("messages", len(messages), f"what the chat template renders: {error}") from error
         return {"token_ids": ids}, tools.parsed
     return {"messages": messages, **media}, True
 

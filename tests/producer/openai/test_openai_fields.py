@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import logging
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.exceptions import TemplateError, UndefinedError
 from support.lazily import Lazily
 
 from rolloutmq.messages import GenerateJob, InvalidField
@@ -138,6 +140,7 @@ def test_versions_as_miles_contract_has_them() -> None:
 )
 def test_a_model_may_be_an_adapter(model: str, more: dict[str, Any], lora: str | None) -> None:
     body = {"model": model, "messages": [USER], **more}
+    assert chat_request(body, {"lora": "default"}, adapters={"a"}).jobs[0].lora == (lora or "default")
     request = chat_request(body, adapters={"a"})
     assert (request.jobs[0].lora, request.model) == (lora, model)
     assert completion_request({"model": model, "prompt": "x", **more}, adapters={"a"}).jobs[0].lora == lora
@@ -214,6 +217,15 @@ def test_templates_get_their_variables() -> None:
     with pytest.raises(InvalidField, match=r"enable_thinking=.*rendered by a worker"):
         chat_request({"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}})
     assert chat_request({"messages": [USER], "chat_template_kwargs": {}}).jobs[0].messages is not None
+
+
+@pytest.mark.parametrize("error", [TemplateError("roles must alternate"), UndefinedError("no tools"), KeyError("x")])
+def test_a_conversation_that_the_template_refuses_is_the_callers(error: Exception) -> None:
+    def refuse(*_: Any, **__: Any) -> list[int]:
+        raise error
+
+    with pytest.raises(InvalidField, match=re.escape(f"messages=1: what the chat template renders: {error}")):
+        chat_request({"messages": [USER]}, render=refuse, context_length=100)
 
 
 def test_a_context_length_has_conversations_rendered_here_but_those_with_media() -> None:

@@ -1,4 +1,4 @@
-"""Embeddings, the list of models, /tokenize and /detokenize, and the bodies of refusals."""
+"""Embeddings, the list of models, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from rolloutmq.producer.openai import (
     embedding_job,
     embedding_response,
     model_list,
-    refusal,
     tokenize,
-    version_not_ready,
 )
 
 openai, types = Lazily("openai"), Lazily("openai.types")
@@ -63,16 +61,10 @@ def test_what_is_wrong_with_embeddings_is_named(body: dict[str, Any], field: str
     assert refused.value.field == field
 
 
-def answering(answer: dict[str, Any], status: int = 200) -> Any:
-    """OpenAI's own client at a server that answers this, and what it sent."""
-    seen: list[httpx.Request] = []
-
-    def answers(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        return httpx.Response(status, json=answer)
-
-    client = httpx.Client(transport=httpx.MockTransport(answers))
-    return openai.OpenAI(api_key="k", base_url="http://g/v1", http_client=client, max_retries=0), seen
+def answering(answer: dict[str, Any]) -> Any:
+    """OpenAI's own client at a server that answers this."""
+    server = httpx.MockTransport(lambda _: httpx.Response(200, json=answer))
+    return openai.OpenAI(api_key="k", base_url="http://g/v1", http_client=httpx.Client(transport=server))
 
 
 @pytest.mark.parametrize("written", ["float", "base64"])
@@ -84,7 +76,7 @@ def test_openais_client_reads_embeddings(written: str) -> None:
     else:
         raw = base64.b64decode(answer["data"][1]["embedding"])
         assert np.frombuffer(raw, "<f4").tolist() == np.array([1, 0.1], np.float32).tolist()
-    client, _ = answering(answer)
+    client = answering(answer)
     asked = {} if written == "base64" else {"encoding_format": "float"}  # by itself the client asks for base64
     found = client.embeddings.create(model="m", input=["a", "b"], **asked)
     assert [one.index for one in found.data] == [0, 1]
@@ -102,7 +94,7 @@ def test_models_with_adapters() -> None:
         ("a", "org/m", "org/m"),
         ("b", "org/m", "org/m"),
     ]
-    client, _ = answering(answer)
+    client = answering(answer)
     assert [model.id for model in client.models.list()] == ["org/m", "a", "b"]
 
 
@@ -146,37 +138,3 @@ def test_text_of_tokens() -> None:
     for wrong in (None, "ab", [1.5], [True], {"a": 1}):
         with pytest.raises(InvalidField, match="tokens="):
             detokenize({"tokens": wrong}, lambda _: "")
-
-
-@pytest.mark.parametrize(
-    ("why", "status", "code", "error"),
-    [
-        ("no_key", 401, "invalid_api_key", "AuthenticationError"),
-        ("route_blocked", 403, 403, "PermissionDeniedError"),
-        ("no_model", 404, "model_not_found", "NotFoundError"),
-        ("not_found", 404, 404, "NotFoundError"),
-        ("method", 405, 405, "APIStatusError"),
-        ("session_closed", 409, "session_closed", "ConflictError"),
-        ("too_large", 413, 413, "APIStatusError"),
-        ("key_reused", 422, "idempotency_key_reused", "UnprocessableEntityError"),
-        ("rate", 429, "rate_limit_exceeded", "RateLimitError"),
-        ("no_engine", 503, 503, "InternalServerError"),
-    ],
-)
-def test_openais_client_raises_its_own_errors(why: str, status: int, code: Any, error: str) -> None:
-    found, body = refusal(why, "the reason", "field")
-    assert (found, body["error"]["param"]) == (status, "field")
-    client, _ = answering(body, status)
-    with pytest.raises(getattr(openai, error), match="the reason") as raised:
-        client.models.list()
-    assert (raised.value.status_code, raised.value.code) == (status, code)
-    assert body["error"].get("retryable") == (True if why == "no_engine" else None)
-
-
-def test_refusals_in_the_words_of_miles_contract() -> None:
-    assert refusal("route_blocked", "no")[1]["error"]["type"] == "RouteBlocked"
-    assert refusal("no_engine", "gone")[1]["error"]["type"] == "EngineUnavailable"
-    assert version_not_ready(7, None, "not yet") == (
-        409,
-        {"type": "WeightVersionNotReady", "target_version": 7, "applied": None, "message": "not yet"},
-    )
