@@ -17,7 +17,7 @@ from support.pools.small_gateway import PROMPTS, SmallGateway
 from support.specimens.messages import tokens
 
 from rolloutmq import RolloutClient
-from rolloutmq.messages import Broker
+from rolloutmq.messages import Broker, JobFailure
 from rolloutmq.ops.gateway.answers import Answer
 from rolloutmq.ops.gateway.requests import RequestLost
 from rolloutmq.ops.operations.audit.sweep import Sweep
@@ -175,6 +175,7 @@ async def test_a_gateway_that_was_only_slow_gets_the_answer_of_its_heir(
         assert await asyncio.wait_for(asked, 30) == answer
         slow.wake()
         await eventually(lambda: slow.gateways.name != name)
+        assert await slow.ask("k", sampling=LONG) == answer
         check(await slow.ask("k2"))
         await nobody_is_left(db, broker, gateway.gateways.name, slow.gateways.name)
     load = await broker.load()
@@ -215,7 +216,7 @@ async def test_a_gateway_that_slept_before_it_submitted_answers_what_others_did(
         slept.set()
         assert await asyncio.wait_for(asked, 60) == answer
         slow.wake()
-        await eventually(lambda: slow.closing)
+        await eventually(lambda: slow.closed)
         await slow.gateways.join("acme")
         await nobody_is_left(db, broker, gateway.gateways.name, slow.gateways.name)
 
@@ -240,6 +241,18 @@ async def test_what_nobody_can_ask_for_is_cancelled(
     again = await gateway.requests.begin("acme", "cut", b"body", owner, prompts=PROMPTS)  # type: ignore[arg-type]
     assert (again.state, again.id) == ("new", request.id)
     assert not {*again.job_ids} & {*request.job_ids}
+
+
+async def test_what_cannot_be_recorded_is_the_answer(db: Redis, broker: Broker, gateway: SmallGateway) -> None:
+    dead = "acme/gw-dead"
+    await db.hset(broker.keys.gateways, dead, "")
+    request = await gateway.requests.begin("acme", "k", b"body", dead)
+    gateway.refused.append(request.id)
+    async with RolloutClient(gateway.url, client_id=dead) as client, worker(gateway.url):
+        await client.submit(tokens(id=request.job_ids[0], group_id=request.id, reply_to=dead))
+        answer = await gateway.requests.wait(request, 60)
+    assert isinstance(answer, JobFailure)
+    assert (answer.cause, gateway.recorded) == ("it was taken", [request.id])
 
 
 async def test_what_a_gateway_leaves_is_taken_over_at_once(

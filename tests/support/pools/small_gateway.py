@@ -18,6 +18,7 @@ from support.pools.pool import eventually
 
 from rolloutmq import GenerateJob, RolloutMQError
 from rolloutmq.messages import connect
+from rolloutmq.messages.errors import TurnRefused
 from rolloutmq.ops.gateway.answers import Answer
 from rolloutmq.ops.gateway.heir import Gateways
 from rolloutmq.ops.gateway.requests import Request, RequestLost, Requests
@@ -46,7 +47,8 @@ class SmallGateway:
         )
         self.recorded: list[str] = []
         self.cores: dict[str, ClientCore] = {}
-        self.closing: list[asyncio.Task[None]] = []
+        self.refused: list[str] = []
+        self.closed: list[str] = []
         self.beating = asyncio.create_task(self.gateways.run())
 
     async def __aenter__(self) -> Self:
@@ -55,7 +57,7 @@ class SmallGateway:
     async def __aexit__(self, *_: object) -> None:
         await self.stall()
         await self.gateways.leave()
-        await asyncio.gather(*self.closing, *(core.close() for core in self.cores.values()))
+        await asyncio.gather(*(core.close() for core in self.cores.values()))
         await self.redis.aclose()
 
     async def stall(self) -> None:
@@ -71,16 +73,15 @@ class SmallGateway:
         found = [await core.broker.open_jobs(owner) for owner, core in self.cores.items()]
         return sum(map(len, found)) == count
 
-    async def inherit(self, request: Request, results: list[list[Any]]) -> Answer:
+    async def inherit(self, request: Request, results: list[list[Any]]) -> None:
         await self.stage("inherits")
-        return await self.record(request, results)
-
-    async def record(self, request: Request, results: list[list[Any]]) -> Answer:
         self.recorded.append(request.id)
-        return [[*job] for job in results]
+        if request.id in self.refused:
+            raise TurnRefused("it was taken", "taken")
 
-    def renamed(self, old: list[str]) -> None:
-        self.closing += [asyncio.create_task(self.cores.pop(it).close()) for it in old if it in self.cores]
+    async def renamed(self, old: list[str]) -> None:
+        self.closed += old
+        await asyncio.gather(*(self.cores.pop(it).close() for it in old if it in self.cores))
 
     async def ask(self, key: str, body: str = "body", **fields: Any) -> Answer:
         """The answer to a request with this key, whoever runs it."""
@@ -106,7 +107,8 @@ class SmallGateway:
         async def finish(groups: list[Group]) -> None:
             nonlocal answer
             await self.stage("taken")
-            answer = await self.requests.finish(request, await self.record(request, [[*it.results] for it in groups]))
+            self.recorded.append(request.id)
+            answer = await self.requests.finish(request, [[*it.results] for it in groups])
 
         await self.stage("begun")
         jobs = [
@@ -115,10 +117,9 @@ class SmallGateway:
         ]
         try:
             await run(core, jobs, 10.0, finish)
-        except RequestLost:
-            raise
-        except RolloutMQError:
-            if not core.reader.over:
+        except RolloutMQError as error:
+            await self.requests.drop(request)
+            if isinstance(error, RequestLost) or not core.reader.over:
                 raise
             answered = await self.requests.wait(request, 60)
             assert answered is not None
