@@ -2,7 +2,9 @@
 
     python -m support.pools.small_gateway URL STAGE KEY
 
-It asks for KEY, says when it has come to STAGE, and stays there: "begun", "submitted", "taken" or "inherits".
+It asks for KEY, says its name when it has come to STAGE, and stays there: "begun", "submitted", "taken" or "inherits".
+
+A gateway is dead when a test says so: no busy machine lets its life run out.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ async def nowhere(_: str) -> None:
 class SmallGateway:
     """stage(name): awaited at each stage of a request that is run here."""
 
-    def __init__(self, url: str, stage: Stages = nowhere, alive_s: float = 0.5, pool: str = "default") -> None:
+    def __init__(self, url: str, stage: Stages = nowhere, pool: str = "default") -> None:
         self.url, self.stage = url, stage
         self.pool = pool
         self.redis = connect(url, pool=pool)
         self.requests = Requests(self.redis, pool)
         self.gateways = Gateways(
-            url, self.requests, record=self.inherit, renamed=self.renamed, beat_s=0.1, alive_s=alive_s
+            url, self.requests, record=self.inherit, renamed=self.renamed, beat_s=0.1, alive_s=3600.0
         )
         self.recorded: list[str] = []
         self.cores: dict[str, ClientCore] = {}
@@ -55,13 +57,18 @@ class SmallGateway:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.stall()
+        await self.stop()
         await self.gateways.leave()
         await asyncio.gather(*(core.close() for core in self.cores.values()))
         await self.redis.aclose()
 
     async def stall(self) -> None:
-        """It does not say any more that it lives, and hears of nothing."""
+        """It has not said for too long that it lives, and hears of nothing."""
+        await self.stop()
+        await self.redis.delete(self.requests.keys.gateway(self.gateways.name))
+
+    async def stop(self) -> None:
+        """It says nothing any more."""
         self.beating.cancel()
         await asyncio.wait([self.beating])
 
@@ -130,14 +137,14 @@ class SmallGateway:
 async def main(url: str, at: str, key: str) -> None:
     async def stage(name: str) -> None:
         if name == at:
-            print(at, flush=True)
+            print(gateway.gateways.name, flush=True)
             await asyncio.Event().wait()
 
     async with SmallGateway(url, stage) as gateway:
         asked = asyncio.create_task(gateway.ask(key, n=2, sampling={"max_new_tokens": 4}))
         if at == "submitted":
             await eventually(lambda: gateway.open_jobs(len(PROMPTS)))
-            print(at, flush=True)
+            print(gateway.gateways.name, flush=True)
         await asked
 
 
