@@ -59,7 +59,7 @@ def application(gateway: Gateway) -> Starlette:
         Route("/health", health),
         Route("/openapi.json", page),
         *OpenAIDoor(gateway).routes(),
-        *(Route(f"/{name}", blocked, methods=["GET", "POST"]) for name in BLOCKED),
+        *(Route(f"/{name}", blocked, methods=["POST"]) for name in BLOCKED),
     ]
     ours = (RolloutMQError, RedisError, OSError, TimeoutError, HTTPException, ClientGone)
     handlers: dict[Any, Any] = {**dict.fromkeys(ours, _answered), Exception: refusal}

@@ -7,11 +7,12 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from redis.exceptions import RedisError
 
-from ...messages.errors import ClientReplaced, InvalidField, MessageError
+from ...messages.errors import ClientReplaced, InvalidField, MessageError, RolloutMQError
 from ...messages.ids import check_client_id
 from ...messages.model import JobFailure, RolloutResult
 from ...messages.redis import text
@@ -23,8 +24,8 @@ from .answers import Answer, learn
 from .requests import Request, RequestLost, Requests
 
 log = logging.getLogger(__name__)
-Record = Callable[[Request, list[list[RolloutResult]]], Awaitable[Answer]]
-"""Makes the answer to a request of its results, of each of its jobs by sample. It may be called more than once."""
+Record = Callable[[Request, list[list[RolloutResult]]], Awaitable[None]]
+"""Gets the results of a request before it is finished, of each of its jobs by sample; perhaps more than once."""
 ANYBODY = "-"
 """Stands for the heir of a client that a gateway has left to whoever comes."""
 
@@ -42,12 +43,12 @@ class Gateways:
         requests: Requests,
         *,
         record: Record,
-        renamed: Callable[[list[str]], None],
+        renamed: Callable[[list[str]], Coroutine[Any, Any, None]],
         beat_s: float = 3.0,
         alive_s: float = 15.0,
     ) -> None:
-        """redis_url: of the pool of `requests`. record: see Record; what it raises has it called again.
-        renamed(old): called when this gateway has taken a new name, with the ids of the clients to be closed.
+        """redis_url: of the pool of `requests`. record: see Record; if it raises a RolloutMQError, that is the answer.
+        renamed(old): run when this gateway has taken a new name, with the ids of the clients to be closed.
         beat_s: how often it says that it lives. alive_s: how long others believe it.
         """
         self._url, self._requests, self._redis = redis_url, requests, requests.redis
@@ -56,6 +57,7 @@ class Gateways:
         self.name, self._clients = _new_name(), list[str]()
         self._silent: dict[str, float] = {}  # clients of gateways that seem dead -> since when, by time.monotonic()
         self._heirs: dict[str, asyncio.Task[None]] = {}
+        self._renaming = set[asyncio.Task[None]]()
         self._beating = asyncio.Lock()  # a beat that does not know of a client yet would not come after it joined
 
     async def join(self, tenant: str) -> str:
@@ -70,7 +72,7 @@ class Gateways:
         """Nothing more comes from this gateway. What its clients have not finished is for others, at once."""
         for task in self._heirs.values():
             task.cancel()
-        await asyncio.gather(*self._heirs.values(), return_exceptions=True)
+        await asyncio.gather(*self._heirs.values(), *self._renaming, return_exceptions=True)
         for client, heir in (*((it, "") for it in self._clients), *((it, self.name) for it in self._heirs)):
             await self._scripts.run(calls.leave_gateway(client, heir, ANYBODY))
         await self._redis.delete(self._keys.gateway(self.name))
@@ -96,7 +98,9 @@ class Gateways:
         for task in self._heirs.values():
             task.cancel()
         old, self._clients, self.name = self._clients, [], _new_name()
-        self._renamed(old)
+        task = asyncio.create_task(self._renamed(old))  # it may wait for somebody who joins
+        self._renaming.add(task)
+        task.add_done_callback(self._renaming.discard)
 
     async def _look(self) -> None:
         """Inherit from the clients of dead gateways.
@@ -150,10 +154,20 @@ class Gateways:
         if request is None or results is None:
             return
         try:
-            answer = await self._record(request, results) if isinstance(results, list) else results
-            await self._requests.finish(request, answer)
+            await self._requests.finish(request, await self._recorded(request, results))
         except RequestLost:
             log.info("request %s was forgotten before it was finished", request.id)
+
+    async def _recorded(self, request: Request, results: list[list[RolloutResult]] | JobFailure) -> Answer:
+        """The results, once they are recorded; or why that is refused."""
+        try:
+            if isinstance(results, list):
+                await self._record(request, results)
+        except RolloutMQError as refused:
+            if isinstance(refused, RedisError):
+                raise
+            return JobFailure(job_id=request.job_ids[0], outcome="dead", cause=str(refused))
+        return [[*job] for job in results] if isinstance(results, list) else results
 
     async def _request(self, dead: str, group: str) -> Request | None:
         """The request with a key that this group of jobs belongs to, if it is this client's to finish."""
@@ -168,7 +182,7 @@ class Gateways:
 def _answer(request: Request, group: Group) -> list[list[RolloutResult]] | JobFailure | None:
     """What came of a request; None if that is not all of it."""
     jobs: dict[str, list[RolloutResult]] = {job_id: [] for job_id in request.job_ids}
-    if {it.job_id for outcomes in (group.results, group.failures) for it in outcomes} != jobs.keys():
+    if {it.job_id for it in group.results} | {it.job_id for it in group.failures} != jobs.keys():
         return None
     if group.failures:
         return group.failures[0]

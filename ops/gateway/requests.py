@@ -136,7 +136,10 @@ class Requests:
         return unpack(other[0]) if other else answer
 
     async def drop(self, request: Request) -> None:
-        """Forget the request, and its answer: nobody will ask for it, or it never got jobs."""
+        """Forget the request, and its answer: nobody will ask for it, or it has no jobs any more.
+
+        Does nothing if others took the owner for dead: they finish it, or have.
+        """
         await self._finish(request, b"", 0)
 
     async def _finish(self, request: Request, packed: bytes, keep_ms: int) -> list[bytes]:

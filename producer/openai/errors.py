@@ -41,7 +41,8 @@ def error_of(error: RolloutMQError) -> dict[str, Any]:
     """The answer to a request that ended in this error."""
     if isinstance(error, JobFailed):
         return _of_failure(error)
-    param = error.field if isinstance(error, InvalidField) else None
+    # As the body calls it: of "max_tokens (sampling.max_new_tokens)" the first word.
+    param = error.field.partition(" ")[0] if isinstance(error, InvalidField) else None
     code, kind = next((code, kind) for cls, code, kind in _KINDS if isinstance(error, cls))
     return error_dict(str(error), code, kind, param or None)
 

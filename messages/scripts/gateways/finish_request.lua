@@ -4,9 +4,11 @@
 -- Returns {state, answer}: kept; done, and the answer, if it has another one; or lost: it was forgotten, perhaps begun anew.
 local request, keep_ms = ARGV[2], ARGV[5]
 local key = KEY.request .. request
-local seed, answer = unpack(redis.call('HMGET', key, 'seed', 'answer'))
+local seed, owner, answer = unpack(redis.call('HMGET', key, 'seed', 'owner', 'answer'))
 if seed ~= ARGV[3] then return {'lost'} end
 if keep_ms == '0' then
+  -- What an heir has, or had, is not its owner's any more.
+  if redis.call('HGET', KEY.gateways, owner or '') ~= '' then return {'lost'} end
   redis.call('DEL', key)
   if answer and redis.call('ZREM', KEY.answered, request .. ' ' .. #answer) == 1 then
     redis.call('HINCRBY', load_key, 'answers', -#answer)

@@ -154,7 +154,7 @@ async def test_gateways_do_their_work(url: Url, admin: redis.asyncio.Redis) -> N
     ):
         answer = await first.ask("k")
         assert await second.ask("k") == answer
-        await first.stall()
+        await first.stop()
         await first.gateways.leave()
         registered = second.requests.keys.gateways
         await eventually(lambda: _is(admin.hlen(registered), 1))

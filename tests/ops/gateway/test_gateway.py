@@ -42,6 +42,7 @@ def events(text: str) -> list[Any]:
 @pytest.fixture
 async def served(redis_db: str) -> AsyncIterator[tuple[httpx.AsyncClient, Running]]:
     async with worker(redis_db) as running, gateway(redis_db) as client:
+        await eventually(lambda: running.status.state == "serving")
         yield client, running
 
 

@@ -17,13 +17,13 @@ from support.pools.small_gateway import PROMPTS, SmallGateway
 from support.specimens.messages import tokens
 
 from rolloutmq import RolloutClient
-from rolloutmq.messages import Broker
+from rolloutmq.messages import Broker, JobFailure
 from rolloutmq.ops.gateway.answers import Answer
 from rolloutmq.ops.gateway.requests import RequestLost
 from rolloutmq.ops.operations.audit.sweep import Sweep
 from rolloutmq.worker.scripted.engine import ScriptedEngine, scripted_token
 
-Killable = Callable[..., Awaitable[asyncio.subprocess.Process]]
+Killable = Callable[..., Awaitable[Callable[[], Awaitable[None]]]]
 LONG = {"max_new_tokens": 200}
 TESTS = Path(__file__).parents[2]
 
@@ -35,11 +35,11 @@ async def gateway(redis_db: str) -> AsyncIterator[SmallGateway]:
 
 
 @pytest.fixture
-async def killable(redis_db: str) -> AsyncIterator[Killable]:
-    """Starts a gateway as a process that stays at a stage, and returns when it is there."""
+async def killable(redis_db: str, db: Redis, broker: Broker) -> AsyncIterator[Killable]:
+    """Starts a gateway as a process that stays at a stage. Returns, when it is there, what kills it."""
     started: list[asyncio.subprocess.Process] = []
 
-    async def start(stage: str, key: str = "k") -> asyncio.subprocess.Process:
+    async def start(stage: str, key: str = "k") -> Callable[[], Awaitable[None]]:
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         asked = [sys.executable, "-m", "support.pools.small_gateway", redis_db, stage, key]
         one = await asyncio.create_subprocess_exec(
@@ -47,8 +47,15 @@ async def killable(redis_db: str) -> AsyncIterator[Killable]:
         )
         started.append(one)
         assert one.stdout is not None
-        assert (await one.stdout.readline()).decode().strip() == stage
-        return one
+        name = (await one.stdout.readline()).decode().strip()
+        assert name
+
+        async def kill() -> None:
+            one.kill()
+            await one.wait()
+            assert await db.delete(broker.keys.gateway(name))  # its life is over, and nobody has to wait for that
+
+        return kill
 
     yield start
     for one in started:
@@ -86,10 +93,10 @@ async def test_a_killed_gateway_has_an_heir(
 ) -> None:
     redis_db = gateway.url
     async with worker(redis_db) if stage == "taken" else contextlib.nullcontext():
-        process = await killable(stage)
+        kill = await killable(stage)
         waits = [asyncio.create_task(gateway.ask("k", n=2, sampling={"max_new_tokens": 4})) for _ in range(3)]
         await eventually(lambda: gateway.cores)
-        process.kill()
+        await kill()
         async with worker(redis_db):
             answers = await asyncio.wait_for(asyncio.gather(*waits), 60)
             for answer in answers:
@@ -109,9 +116,8 @@ async def test_one_of_two_heirs_inherits(
         for one in (gateway, other):
             await one.gateways.join("acme")
         keys = [f"k{number}" for number in range(4)]
-        processes = [await killable("taken", key) for key in keys]
-        for process in processes:
-            process.kill()
+        for kill in [await killable("taken", key) for key in keys]:
+            await kill()
         for key in keys:
             first, second = await asyncio.gather(gateway.ask(key), other.ask(key))
             check(first, n=2)
@@ -123,8 +129,8 @@ async def test_one_of_two_heirs_inherits(
 
 async def test_a_killed_heir_has_an_heir(redis_db: str, db: Redis, broker: Broker, killable: Killable) -> None:
     async with worker(redis_db):
-        (await killable("taken")).kill()
-        (await killable("inherits")).kill()  # it has the request's results, and has finished nothing
+        await (await killable("taken"))()
+        await (await killable("inherits"))()  # it has the request's results, and has finished nothing
         async with SmallGateway(redis_db) as gateway:
             answer = await asyncio.wait_for(gateway.ask("k"), 60)
             check(answer, n=2)
@@ -145,7 +151,7 @@ async def test_an_heir_that_is_slow_has_an_heir(
 
     gateway.stage = slow
     async with worker(redis_db):
-        (await killable("taken")).kill()
+        await (await killable("taken"))()
         await asyncio.wait_for(came.wait(), 30)
         await gateway.stall()
         async with SmallGateway(redis_db) as other:
@@ -175,6 +181,7 @@ async def test_a_gateway_that_was_only_slow_gets_the_answer_of_its_heir(
         assert await asyncio.wait_for(asked, 30) == answer
         slow.wake()
         await eventually(lambda: slow.gateways.name != name)
+        assert await slow.ask("k", sampling=LONG) == answer
         check(await slow.ask("k2"))
         await nobody_is_left(db, broker, gateway.gateways.name, slow.gateways.name)
     load = await broker.load()
@@ -215,9 +222,17 @@ async def test_a_gateway_that_slept_before_it_submitted_answers_what_others_did(
         slept.set()
         assert await asyncio.wait_for(asked, 60) == answer
         slow.wake()
-        await eventually(lambda: slow.closing)
+        await eventually(lambda: slow.closed)
         await slow.gateways.join("acme")
         await nobody_is_left(db, broker, gateway.gateways.name, slow.gateways.name)
+
+
+async def test_a_gateway_lives_for_a_while_after_each_beat(db: Redis, gateway: SmallGateway) -> None:
+    life = gateway.requests.keys.gateway(gateway.gateways.name)
+    await eventually(lambda: db.exists(life))
+    assert 3500 < await db.ttl(life) <= 3600
+    await db.pexpire(life, 1)
+    await eventually(lambda: db.exists(life))
 
 
 async def test_what_nobody_can_ask_for_is_cancelled(
@@ -242,13 +257,25 @@ async def test_what_nobody_can_ask_for_is_cancelled(
     assert not {*again.job_ids} & {*request.job_ids}
 
 
+async def test_what_cannot_be_recorded_is_the_answer(db: Redis, broker: Broker, gateway: SmallGateway) -> None:
+    dead = "acme/gw-dead"
+    await db.hset(broker.keys.gateways, dead, "")
+    request = await gateway.requests.begin("acme", "k", b"body", dead)
+    gateway.refused.append(request.id)
+    async with RolloutClient(gateway.url, client_id=dead) as client, worker(gateway.url):
+        await client.submit(tokens(id=request.job_ids[0], group_id=request.id, reply_to=dead))
+        answer = await gateway.requests.wait(request, 60)
+    assert isinstance(answer, JobFailure)
+    assert (answer.cause, gateway.recorded) == ("it was taken", [request.id])
+
+
 async def test_what_a_gateway_leaves_is_taken_over_at_once(
     redis_db: str, db: Redis, broker: Broker, gateway: SmallGateway
 ) -> None:
-    async with SmallGateway(redis_db, alive_s=3600.0) as first:
+    async with SmallGateway(redis_db) as first:
         asked = asyncio.create_task(first.ask("k"))
         await eventually(lambda: first.open_jobs(2))
-        await first.stall()
+        await first.stop()
         await first.gateways.leave()
         async with worker(redis_db):
             answer = await asyncio.wait_for(gateway.ask("k"), 60)
@@ -263,7 +290,7 @@ async def test_the_audit_knows_what_is_there(redis_db: str, db: Redis, broker: B
         await gateway.ask("k")
     running = asyncio.create_task(gateway.ask("k2"))
     await eventually(lambda: gateway.open_jobs(2))
-    await gateway.stall()  # or keys come and go while the audit looks
+    await gateway.stop()  # or keys come and go while the audit looks
     kinds = {key.decode().partition("}:")[2].partition(":")[0] for key in await db.keys()}
     assert kinds >= {"request", "answered", "gateways", "gateway"}
     found = await Sweep(db, "default", lambda *_: None, 0.01, 100).run()
@@ -280,7 +307,7 @@ async def test_garbage_among_the_gateways_stops_none(
     async with worker(redis_db):
         check(await gateway.ask("k"))
         await db.hset(broker.keys.gateways, mapping={junk: junk, b"t/gw-1": junk, junk + b"2": b""})
-        async with SmallGateway(redis_db, alive_s=0.2) as dead:
+        async with SmallGateway(redis_db) as dead:
             asked = asyncio.create_task(dead.ask("k2"))
             check(await asked)
             await dead.stall()

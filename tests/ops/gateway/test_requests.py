@@ -175,6 +175,18 @@ async def test_a_dropped_request_is_new_again(redis: PoolRedis, requests: Reques
     assert (await begin(requests)).state == "new"
 
 
+async def test_what_was_inherited_is_dropped_by_nobody_else(redis: PoolRedis, requests: Requests) -> None:
+    first = await begin(requests)
+    await redis.hset(requests.keys.gateways, OWNER, "gw-2")
+    await requests.drop(first)
+    assert (await begin(requests)).state == "running"
+    await requests.finish(first, answer(first))  # as its heir does
+    await requests.drop(first)
+    await redis.hdel(requests.keys.gateways, OWNER)
+    await requests.drop(first)
+    assert (await begin(requests)).state == "done"
+
+
 async def test_all_answers_together_are_bounded(redis: PoolRedis) -> None:
     requests = Requests(redis, "default", most_bytes=100)
     await redis.hset(requests.keys.gateways, OWNER, "")

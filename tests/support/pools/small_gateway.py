@@ -2,7 +2,9 @@
 
     python -m support.pools.small_gateway URL STAGE KEY
 
-It asks for KEY, says when it has come to STAGE, and stays there: "begun", "submitted", "taken" or "inherits".
+It asks for KEY, says its name when it has come to STAGE, and stays there: "begun", "submitted", "taken" or "inherits".
+
+A gateway is dead when a test says so: no busy machine lets its life run out.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from support.pools.pool import eventually
 
 from rolloutmq import GenerateJob, RolloutMQError
 from rolloutmq.messages import connect
+from rolloutmq.messages.errors import TurnRefused
 from rolloutmq.ops.gateway.answers import Answer
 from rolloutmq.ops.gateway.heir import Gateways
 from rolloutmq.ops.gateway.requests import Request, RequestLost, Requests
@@ -36,30 +39,36 @@ async def nowhere(_: str) -> None:
 class SmallGateway:
     """stage(name): awaited at each stage of a request that is run here."""
 
-    def __init__(self, url: str, stage: Stages = nowhere, alive_s: float = 0.5, pool: str = "default") -> None:
+    def __init__(self, url: str, stage: Stages = nowhere, pool: str = "default") -> None:
         self.url, self.stage = url, stage
         self.pool = pool
         self.redis = connect(url, pool=pool)
         self.requests = Requests(self.redis, pool)
         self.gateways = Gateways(
-            url, self.requests, record=self.inherit, renamed=self.renamed, beat_s=0.1, alive_s=alive_s
+            url, self.requests, record=self.inherit, renamed=self.renamed, beat_s=0.1, alive_s=3600.0
         )
         self.recorded: list[str] = []
         self.cores: dict[str, ClientCore] = {}
-        self.closing: list[asyncio.Task[None]] = []
+        self.refused: list[str] = []
+        self.closed: list[str] = []
         self.beating = asyncio.create_task(self.gateways.run())
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.stall()
+        await self.stop()
         await self.gateways.leave()
-        await asyncio.gather(*self.closing, *(core.close() for core in self.cores.values()))
+        await asyncio.gather(*(core.close() for core in self.cores.values()))
         await self.redis.aclose()
 
     async def stall(self) -> None:
-        """It does not say any more that it lives, and hears of nothing."""
+        """It has not said for too long that it lives, and hears of nothing."""
+        await self.stop()
+        await self.redis.delete(self.requests.keys.gateway(self.gateways.name))
+
+    async def stop(self) -> None:
+        """It says nothing any more."""
         self.beating.cancel()
         await asyncio.wait([self.beating])
 
@@ -71,16 +80,15 @@ class SmallGateway:
         found = [await core.broker.open_jobs(owner) for owner, core in self.cores.items()]
         return sum(map(len, found)) == count
 
-    async def inherit(self, request: Request, results: list[list[Any]]) -> Answer:
+    async def inherit(self, request: Request, results: list[list[Any]]) -> None:
         await self.stage("inherits")
-        return await self.record(request, results)
-
-    async def record(self, request: Request, results: list[list[Any]]) -> Answer:
         self.recorded.append(request.id)
-        return [[*job] for job in results]
+        if request.id in self.refused:
+            raise TurnRefused("it was taken", "taken")
 
-    def renamed(self, old: list[str]) -> None:
-        self.closing += [asyncio.create_task(self.cores.pop(it).close()) for it in old if it in self.cores]
+    async def renamed(self, old: list[str]) -> None:
+        self.closed += old
+        await asyncio.gather(*(self.cores.pop(it).close() for it in old if it in self.cores))
 
     async def ask(self, key: str, body: str = "body", **fields: Any) -> Answer:
         """The answer to a request with this key, whoever runs it."""
@@ -106,7 +114,8 @@ class SmallGateway:
         async def finish(groups: list[Group]) -> None:
             nonlocal answer
             await self.stage("taken")
-            answer = await self.requests.finish(request, await self.record(request, [[*it.results] for it in groups]))
+            self.recorded.append(request.id)
+            answer = await self.requests.finish(request, [[*it.results] for it in groups])
 
         await self.stage("begun")
         jobs = [
@@ -115,10 +124,9 @@ class SmallGateway:
         ]
         try:
             await run(core, jobs, 10.0, finish)
-        except RequestLost:
-            raise
-        except RolloutMQError:
-            if not core.reader.over:
+        except RolloutMQError as error:
+            await self.requests.drop(request)
+            if isinstance(error, RequestLost) or not core.reader.over:
                 raise
             answered = await self.requests.wait(request, 60)
             assert answered is not None
@@ -129,14 +137,14 @@ class SmallGateway:
 async def main(url: str, at: str, key: str) -> None:
     async def stage(name: str) -> None:
         if name == at:
-            print(at, flush=True)
+            print(gateway.gateways.name, flush=True)
             await asyncio.Event().wait()
 
     async with SmallGateway(url, stage) as gateway:
         asked = asyncio.create_task(gateway.ask(key, n=2, sampling={"max_new_tokens": 4}))
         if at == "submitted":
             await eventually(lambda: gateway.open_jobs(len(PROMPTS)))
-            print(at, flush=True)
+            print(gateway.gateways.name, flush=True)
         await asked
 
 
