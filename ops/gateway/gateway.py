@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
 from ...messages.broker import RecordedSessions, broker_of
-from ...messages.errors import ConfigError, JobFailed, TurnRefused
+from ...messages.errors import ConfigError, JobFailed
 from ...messages.model import EmbedJob, GenerateJob, JobFailure, RolloutResult
 from ...messages.redis import connect, name_once, ping
 from ...producer.calls import Delta, Watched
@@ -48,7 +48,7 @@ class Gateway:
         self.requests = Requests(self._redis, settings.pool)
         self.sessions = RecordedSessions(broker)
         self.core = Core(settings.redis, settings.pool, self._join)
-        self._gateways = Gateways(settings.redis, self.requests, record=self._inherited, renamed=self._renamed)
+        self._gateways = Gateways(settings.redis, self.requests, record=self._record, renamed=self.core.close)
         self._running: dict[str, asyncio.Task[Any]] = {}  # requests with keys, while this gateway runs them
         self._closing = False
         self._tokenizer: Any = None
@@ -196,18 +196,6 @@ class Gateway:
             await self.requests.finish(request, answer)
 
         return keep
-
-    async def _inherited(self, request: Request, results: Results) -> Answer:
-        """The answer to a request of a gateway that died."""
-        try:
-            await self._record(request, results)
-        except TurnRefused as refused:
-            return JobFailure(job_id=request.job_ids[0], outcome="dead", cause="refused", error=str(refused))
-        return [list(samples) for samples in results]
-
-    def _renamed(self, _: list[str]) -> None:
-        """Others have inherited from this gateway: what its clients still get is not its own."""
-        self._closing_clients = asyncio.create_task(self.core.close())
 
     async def _record(self, request: Request, results: Results) -> None:
         """Add the samples of a session's request to the session. Raises TurnRefused."""

@@ -42,7 +42,11 @@ def events(text: str) -> list[Any]:
 @pytest.fixture
 async def served(redis_db: str) -> AsyncIterator[tuple[httpx.AsyncClient, Running]]:
     async with worker(redis_db) as running, gateway(redis_db) as client:
-        await eventually(lambda: running.status.state == "serving")
+
+        async def ready() -> bool:
+            return (await client.get("/health")).status_code == 200
+
+        await eventually(ready)
         yield client, running
 
 
