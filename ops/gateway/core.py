@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...messages.errors import JobFailed
+from ...messages.errors import JobFailed, RolloutMQError
 from ...messages.model import GenerateJob, RolloutResult
 from ...producer.calls import Delta, LastWorkers, Streams, run
 from ...producer.core import ClientCore
 from ...producer.inbox import Group, Handle, HandOut
+from .refused import Refused
 
 ROOM_S = 20.0
 """A request waits so long for room in a full pool: less than any client waits for an answer."""
@@ -41,6 +42,8 @@ class Core:
         self._url, self._pool, self._join = redis_url, pool, join
         self._members: dict[str, asyncio.Task[Member]] = {}
         self._workers = LastWorkers()
+        self.gone: set[str] = set()
+        """Clients that were closed: what they had is for whoever inherits."""
 
     async def member(self, tenant: str) -> Member:
         """The client of a tenant. Raises RedisUnavailable."""
@@ -59,17 +62,26 @@ class Core:
             raise
         return Member(core, Streams(core))
 
-    async def close(self, *_old: object) -> None:
-        """Close the clients. The next request of a tenant begins another one."""
-        members, self._members = self._members, {}
-        for found in await asyncio.gather(*members.values(), return_exceptions=True):
-            if isinstance(found, Member):
-                await found.close()
+    async def close(self, only: Container[str] | None = None) -> None:
+        """Close the clients, or only those with these ids: others have inherited, and requests get another client."""
+        tasks = dict(self._members)
+        members = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for tenant, member in zip(tasks, members, strict=True):
+            if isinstance(member, Member) and (only is None or member.core.client_id in only):
+                if self._members.get(tenant) is tasks[tenant]:
+                    del self._members[tenant]
+                self.gone.add(member.core.client_id)
+                await member.close()
 
     async def run(self, tenant: str, jobs: Sequence[GenerateJob], keep: Keep | None = None) -> list[Group]:
         """What came of each job. A call that is cancelled cancels its jobs. Raises PoolBusy and InvalidField."""
         member = await self.member(tenant)
-        groups = await run(member.core, [self._near(tenant, job) for job in jobs], ROOM_S, keep)
+        try:
+            groups = await run(member.core, [self._near(tenant, job) for job in jobs], ROOM_S, keep)
+        except RolloutMQError:
+            if member.core.client_id in self.gone:
+                raise Refused(503, "gateway_left", "This gateway was replaced. Ask again.", retry_after_s=1) from None
+            raise
         self._note(tenant, groups)
         return groups
 

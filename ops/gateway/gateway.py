@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from ...messages.broker import RecordedSessions, broker_of
@@ -21,6 +22,7 @@ from .core import Core, Keep
 from .facts import PoolFacts
 from .heir import Gateways
 from .quotas import Quotas
+from .refused import Refused
 from .requests import Request, RequestLost, Requests
 from .settings import Settings
 from .tenants import Tenants
@@ -50,7 +52,6 @@ class Gateway:
         self.core = Core(settings.redis, settings.pool, self._join)
         self._gateways = Gateways(settings.redis, self.requests, record=self._record, renamed=self.core.close)
         self._running: dict[str, asyncio.Task[Any]] = {}  # requests with keys, while this gateway runs them
-        self._closing = False
         self._tokenizer: Any = None
         self._look_at = 0.0
 
@@ -66,7 +67,6 @@ class Gateway:
             async with self.quotas.run():
                 yield
         finally:
-            self._closing = True
             beating.cancel()
             await self.core.close()
             await self._gateways.leave()
@@ -159,12 +159,16 @@ class Gateway:
     async def _wait(self, call: Call, jobs: Sequence[GenerateJob], request: Request) -> Answer:
         """The answer to a request, whoever runs it."""
         while True:
-            if request.state == "new":
-                return await asyncio.shield(self.run(request, jobs))
             if request.answer is not None:
                 return request.answer
             try:
+                if request.state == "new":
+                    return await asyncio.shield(self.run(request, jobs))
                 answer = await self.requests.wait(request, WAIT_S)
+            except Refused:
+                if request.owner not in self.core.gone:
+                    raise
+                request = replace(request, state="running")  # whoever inherits from this gateway goes on
             except RequestLost:  # its gateway died before the pool had its jobs
                 request = await self.begin(call, jobs)
             else:
@@ -178,7 +182,7 @@ class Gateway:
             try:
                 return await work
             except BaseException:
-                if not self._closing:
+                if request.owner not in self.core.gone:
                     await asyncio.shield(self.requests.drop(request))
                 raise
             finally:
