@@ -2,8 +2,7 @@
 
 from .app import application
 from .gateway import Gateway
-from .protocol import HttpLimits
-from .server import HttpServer, Tls
+from .http import HttpLimits, HttpServer, Tls
 from .settings import Settings
 from .tenants import new_key
 

@@ -18,8 +18,8 @@ from ...messages.errors import RolloutMQError
 from .call import ClientGone
 from .errors import told
 from .gateway import Gateway
+from .http import Refused, refusal
 from .openai_door import OpenAIDoor, as_json
-from .refused import Refused, refusal
 from .versions import VersionNotReady
 
 PAGE = Path(__file__).with_name("openapi.json")

@@ -12,7 +12,7 @@ import orjson
 from starlette.requests import Request as Http
 
 from ...messages.errors import InvalidField
-from .refused import Refused
+from .http import Refused
 from .requests import Request
 from .tenants import Tenant, Tenants
 
@@ -36,6 +36,7 @@ class Call:
     """
 
     http: Http
+    raw: bytes
     body: dict[str, Any]
     tenant: Tenant
     session: str | None
@@ -52,8 +53,7 @@ class Call:
     @property
     def digest(self) -> bytes:
         """Of what is asked for: the same for a request that is sent again."""
-        plain = orjson.dumps([self.http.url.path, self.session, self.body], option=orjson.OPT_SORT_KEYS)
-        return hashlib.sha256(plain).digest()
+        return hashlib.sha256(f"{self.http.url.path}\n{self.session}\n".encode() + self.raw).digest()
 
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns. It is cancelled, and ClientGone raised, as soon as the client hangs up."""
@@ -81,7 +81,8 @@ async def read_call(http: Http, tenants: Tenants, defaults: Mapping[str, Any]) -
     """
     tenant = tenants.of(http.scope["headers"])
     http.state.tenant = tenant.name
-    body = dict(defaults) | await read_json(http)
+    raw = await http.body()
+    body = dict(defaults) | _parsed(raw)
     session = http.path_params.get("session") or next(
         (http.headers[it] for it in SESSION_HEADERS if it in http.headers), None
     )
@@ -93,12 +94,10 @@ async def read_call(http: Http, tenants: Tenants, defaults: Mapping[str, Any]) -
     key = http.headers.get("idempotency-key") or body.get("request_id") or body.get("rid")
     if key is not None and (not isinstance(key, str) or len(key) > MAX_KEY):
         raise InvalidField("request_id", key, f"a text of at most {MAX_KEY} characters")
-    return Call(http, body, tenant, session, key, http.headers.get(RETRIES, "0").strip() not in {"", "0"})
+    return Call(http, raw, body, tenant, session, key, http.headers.get(RETRIES, "0").strip() not in {"", "0"})
 
 
-async def read_json(http: Http) -> dict[str, Any]:
-    """A request's body. Raises Refused if it is no JSON object."""
-    raw = await http.body()
+def _parsed(raw: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(raw)
     except ValueError as error:

@@ -13,7 +13,7 @@ from ...messages.model import GenerateJob, RolloutResult
 from ...producer.calls import Delta, LastWorkers, Streams, run
 from ...producer.core import ClientCore
 from ...producer.inbox import Group, Handle, HandOut
-from .refused import Refused
+from .http import Refused
 
 ROOM_S = 20.0
 """A request waits so long for room in a full pool: less than any client waits for an answer."""

@@ -6,7 +6,7 @@ from redis.exceptions import RedisError
 
 from ...messages.errors import RequestRefused, RolloutMQError, TurnRefused
 from ...producer.openai import error_of
-from .refused import Refused
+from .http import Refused
 from .requests import KeyReused
 
 

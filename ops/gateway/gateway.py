@@ -21,8 +21,8 @@ from .call import Call, ClientGone
 from .core import Core, Keep
 from .facts import PoolFacts
 from .heir import Gateways
+from .http import Refused
 from .quotas import Quotas
-from .refused import Refused
 from .requests import Request, RequestLost, Requests
 from .settings import Settings
 from .tenants import Tenants

@@ -38,8 +38,8 @@ from ...producer.openai import (
 from .call import Call, read_call
 from .errors import told
 from .gateway import Gateway, named, results_of
+from .http import Refused
 from .quotas import Admission
-from .refused import Refused
 from .requests import Request as Begun
 from .requests import id_of
 from .versions import check_versions, wait_s
@@ -136,7 +136,10 @@ class OpenAIDoor:
         if body.get("seed") is not None and not await gateway.facts.honours("seed"):
             name_once("seeds of requests have no effect: no worker's engine is deterministic")
             del body["seed"]
-        call.about = orjson.dumps({"kind": kind} | {name: it for name, it in body.items() if name not in PROMPTS})
+        try:
+            call.about = orjson.dumps({"kind": kind} | {name: it for name, it in body.items() if name not in PROMPTS})
+        except TypeError as error:  # it reads what is deeper than it writes
+            raise Refused(400, "invalid_json", f"the body is nested too deep: {error}") from None
         tokenizer = await gateway.tokenizer()
         context = model.context or None
         request = await asyncio.to_thread(

@@ -15,9 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.pools.pool import eventually
 
-from rolloutmq.ops.gateway.protocol import HttpLimits
-from rolloutmq.ops.gateway.refused import Refused, refusal
-from rolloutmq.ops.gateway.server import HttpServer, Tls
+from rolloutmq.ops.gateway.http import HttpLimits, HttpServer, Refused, Tls, refusal
 
 
 async def length(request: Request) -> Response:

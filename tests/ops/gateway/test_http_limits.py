@@ -12,8 +12,7 @@ from support.http import Running, served
 from support.pools.pool import eventually
 
 from rolloutmq.messages import ConfigError
-from rolloutmq.ops.gateway.protocol import HttpLimits
-from rolloutmq.ops.gateway.server import HttpServer
+from rolloutmq.ops.gateway.http import HttpLimits, HttpServer
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n"
 GET = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"

@@ -10,7 +10,7 @@ import pytest
 
 from rolloutmq.messages import ConfigError
 from rolloutmq.ops.gateway import tenants
-from rolloutmq.ops.gateway.refused import Refused
+from rolloutmq.ops.gateway.http import Refused
 from rolloutmq.ops.gateway.tenants import Tenants, new_key
 
 KEY, DIGEST = new_key()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from ...messages import RolloutMQError
+from ....messages import RolloutMQError
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
