@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import redis.asyncio
 from redis.exceptions import NoPermissionError
 from support.pools.pool import dump, eventually, runs, status, worker
-from support.pools.small_gateway import SmallGateway
-from support.redis.deployments import cluster, plain, replicated, sentinel
-from support.redis.roles import FOR_REPLICAS, LINES, ONLY_OPERATORS, ROLES, create
+from support.redis.deployments import cluster, replicated, sentinel
+from support.redis.roles import FOR_REPLICAS, LINES, ONLY_OPERATORS, ROLES, create, refusals
 from support.specimens.messages import SHORT, job, specimens, tokens
-from support.specimens.turns import turn
 
 from rolloutmq import JobFailed, JobFailure, RolloutClient
 from rolloutmq.messages import Broker, Lease, WeightAnnouncement
-from rolloutmq.messages.broker import RecordedSessions
 from rolloutmq.messages.broker.command_channel import CommandSender
 from rolloutmq.messages.broker.dead_letters import DeadLetters
 from rolloutmq.messages.errors import RedisUnavailable
@@ -26,7 +22,6 @@ from rolloutmq.messages.redis.bell import Bell
 from rolloutmq.messages.redis.connection import connect, ping
 from rolloutmq.messages.scripts.source import LIBRARIES, script_path
 from rolloutmq.ops.journal import live_of
-from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.status import pool_state
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.transfer.ledger import Ledger, VersionHolder
@@ -34,43 +29,6 @@ from rolloutmq.sync.transfer.order import TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 Url = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as started:
-        yield started
-
-
-@pytest.fixture
-def url(server: EmbeddedRedis) -> Url:
-    """Makes the URL of a role's user, on an empty server that has never refused anything."""
-    with plain(server) as admin:
-        admin.flushall()
-        admin.execute_command("ACL", "LOG", "RESET")
-
-    def make(role: str, pool: str = "mine", more: str = "") -> str:
-        return create(server, role, pool, more)
-
-    return make
-
-
-@pytest.fixture
-async def admin(server: EmbeddedRedis) -> AsyncIterator[redis.asyncio.Redis]:
-    async with connect(server.url) as client:
-        yield client
-
-
-async def refusals(admin: redis.asyncio.Redis) -> list[str]:
-    """What Redis refused to whom; redis-py's introduction of itself apart, which needs no permission to be refused."""
-    log: list[Any] = await admin.execute_command("ACL", "LOG", 100)
-    entries = [entry if isinstance(entry, dict) else dict(zip(entry[::2], entry[1::2], strict=True)) for entry in log]
-    told = [{_text(name): _text(value) for name, value in entry.items()} for entry in entries]
-    return [f"{it['username']}: {it['reason']} {it['object']}" for it in told if not it["object"].startswith("client")]
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 # --- each can do its work --------------------------------------------------------------------------------------------
@@ -143,42 +101,6 @@ async def test_producer_and_worker_do_their_work(url: Url, admin: redis.asyncio.
             assert (await control.abort()).ok
         await client.broker.end_overdue()
         assert len([one async for one in client.map([tokens() for _ in range(5)], timeout=10)]) == 6
-    assert await refusals(admin) == []
-
-
-async def test_gateways_do_their_work(url: Url, admin: redis.asyncio.Redis) -> None:
-    """Also where one inherits from another."""
-    mine = {"pool": "mine"}
-    async with (
-        worker(url("worker"), **mine),
-        SmallGateway(url("gateway"), **mine) as first,
-        SmallGateway(url("gateway"), **mine) as second,
-    ):
-        answer = await first.ask("k")
-        assert await second.ask("k") == answer
-        await first.stop()
-        await first.gateways.leave()
-        registered = second.requests.keys.gateways
-        await eventually(lambda: _is(admin.hlen(registered), 1))
-    assert await refusals(admin) == []
-
-
-async def _is(count: Awaitable[int], wanted: int) -> bool:
-    return await count == wanted
-
-
-async def test_a_producer_records_and_takes_sessions(url: Url, admin: redis.asyncio.Redis) -> None:
-    async with RolloutClient(url("producer"), "mine") as client:
-        for name, idle_s in (("kept", 60.0), ("lost", 0.001)):
-            await RecordedSessions(client.broker, idle_s).record("default", name, "k", turn([1], [2]))
-
-        async def ended() -> bool:
-            await client.broker.end_overdue()
-            return [one.name async for one in client.sessions()] == ["kept"]
-
-        await eventually(ended)
-        assert len((await client.take_session("kept")).turns) == 1
-        assert await client.forget_session("kept")
     assert await refusals(admin) == []
 
 

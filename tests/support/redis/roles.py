@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import redis.asyncio
 from support.redis.deployments import plain
 
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
@@ -44,3 +46,15 @@ def create(server: EmbeddedRedis, role: str, pool: str, more: str = "") -> str:
     with plain(server) as admin:
         admin.execute_command("ACL", "SETUSER", f"{role}-{pool}", *rules.split())
     return f"redis://{role}-{pool}:secret@127.0.0.1:{server.port}/0"
+
+
+async def refusals(admin: redis.asyncio.Redis) -> list[str]:
+    """What Redis refused to whom; redis-py's introduction of itself apart, which needs no permission to be refused."""
+    log: list[Any] = await admin.execute_command("ACL", "LOG", 100)
+    entries = [entry if isinstance(entry, dict) else dict(zip(entry[::2], entry[1::2], strict=True)) for entry in log]
+    told = [{_text(name): _text(value) for name, value in entry.items()} for entry in entries]
+    return [f"{it['username']}: {it['reason']} {it['object']}" for it in told if not it["object"].startswith("client")]
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
