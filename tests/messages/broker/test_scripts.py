@@ -126,7 +126,7 @@ async def gateways(scripts: Scripts) -> None:
     assert await scripts.run(calls.beat_gateway("gw1", 60_000, "", "t/gw1")) == b"inherited"
     assert await scripts.run(calls.finish_request("t/r", "0" * 32, b"answer", 60_000)) == [b"kept"]
     await scripts.run(calls.leave_gateway("t/gw1", "gw2", ""))
-    await scripts.run(calls.begin_request("t/r2", b"digest", "t/gw2", "1" * 32, b"", 1 << 20, 60_000))
+    await scripts.run(calls.begin_request("t/r2", b"digest", "t/gw2", "1" * 32, b"", 1 << 20, 60_000, b""))
     await scripts.run(calls.finish_request("t/r2", "1" * 32, b"answer", 60_000))
     assert await scripts.run(calls.finish_request("t/r2", "1" * 32, b"", 0)) == [b"kept"]
     await scripts.run(calls.leave_gateway("t/gw2", "", ""))
