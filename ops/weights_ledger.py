@@ -26,7 +26,7 @@ async def ledger_state(redis_url: str, pool: str, limit: int) -> Plain:
             "transfer_under_way": await ledger.open_epoch(),
             "workers": [
                 {"worker_id": w.worker_id, "host": w.host, "state": w.state, "version": w.version}
-                | {"alive": w.worker_id in alive}
+                | {"alive": w.worker_id in alive, "hold_version": w.hold_version}
                 for w in await broker_of(redis, pool).workers()
             ],
             "versions": [_plain(record) for record in await newest_versions(ledger, limit)],

@@ -96,7 +96,8 @@ class Keys:
     later = Classes("zset", "fixed", CLASS, index=True)
     """Jobs that wait for newer weights, an adapter, a preferred worker or an engine that can do more, as `<turn, 15
     digits>:<job id>` -> the version that it needs; 2^40 times an adapter's number, plus the version; 2^52 plus 2^32
-    times a slot of `needs`, plus tokens of context; or minus the preferred worker's number"""
+    times a slot of `needs`, plus tokens of context; or minus the preferred worker's number;
+    or, for exactly one version, minus 2^40 and that"""
     prefers = One("zset", index=True)
     """Jobs in `later` -> until when they wait for a preferred worker"""
     suspects = One("list")

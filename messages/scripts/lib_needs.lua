@@ -9,13 +9,15 @@ local REMEMBER_MS, SLOTS = 3600000, 256
 local KINDS = 512              -- while there are more kinds of workers, each is forgotten with its last lease
 local PLAIN = '0 generate'     -- what a job needs that does not say
 local NO_SLOT = math.huge      -- there are too many slots: such a job waits at the end of its queue
+-- What a job for exactly one version needs, when a worker of that version cannot do the rest: it waits in a slot of its own.
+local function with_version(names, exact) return exact and names .. ' version=' .. exact or names end
 local function token_of(can) return 'can-' .. string.sub(server.sha1hex(can), 1, 16) end
 
 -- What `needs` says to a worker that can do what `text` says. others: kinds of workers, this one's among them; here: the slots
 -- that it can serve, as ranges of a claim, each of which begins elsewhere in it; score(n): see below. In a pool whose workers
 -- are all alike there is nothing of all this: functions are made only where they are needed, because each claim makes them anew.
 local ALL_ALIKE = {others = {}, here = {}}
-local function read_needs(text, claim)
+local function read_needs(text, claim, version)
   local known = text ~= '' and redis.call('HGETALL', needs_key) or {}
   if text == '' or (#known == 2 and known[1] == 'can:' .. text) then return ALL_ALIKE end
   local function parsed(text)
@@ -32,6 +34,7 @@ local function read_needs(text, claim)
     return true
   end
   local needs, can, able = {others = {}, here = {}}, parsed(text), nil
+  can.has['version=' .. version] = true
   local slots, slots_used, swept = {}, 0, false
   local since = clock().leases - (#known > 2 * (SLOTS + KINDS) and 0 or REMEMBER_MS)
   for i = 1, #known, 2 do
@@ -86,8 +89,9 @@ local function read_needs(text, claim)
   -- Where in `later` a job waits whose needs only other workers fulfil, and these are woken; false if it need not. NO_SLOT
   -- if there is no place.
   local scores = {}
-  function needs.score(n)
-    if scores[n] == nil then
+  function needs.score(n, exact)
+    local key = with_version(n, exact)
+    if scores[key] == nil then
       local need, waits = parsed(n), false
       if need.context > can.context or not can_all(need.names, can.has) then
         for _, other in ipairs(needs.others) do
@@ -98,10 +102,10 @@ local function read_needs(text, claim)
           end
         end
       end
-      local slot = waits and slot_of(need.names)
-      scores[n] = waits and (slot and SLOTS_FROM + slot * SLOT + need.context or NO_SLOT)
+      local slot = waits and slot_of(with_version(need.names, exact))
+      scores[key] = waits and (slot and SLOTS_FROM + slot * SLOT + need.context or NO_SLOT)
     end
-    return scores[n]
+    return scores[key]
   end
 
   -- Whether workers of the kind with this token have these names.

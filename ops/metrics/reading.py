@@ -49,6 +49,7 @@ class Reading:
         """Those of them, about, that wait for weights which nobody has published yet."""
         load, ahead = self.pool.load, self.pool.ahead
         jobs = ahead.jobs if ahead is not None else 0
+        jobs += sum(count for version, count in self.pool.exact.items() if version > self.pool.committed)
         return jobs * (self.queued_samples - load.suspects) / max(1, jobs, sum(load.queued))
 
 

@@ -17,7 +17,7 @@ Kind = Literal["chat", "completion"]
 IGNORED = frozenset(
     {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
     | {"prediction", "request_id", "rid", "enqueue", "routing_key", "cache_salt", "extra_key", "custom_labels"}
-    | {"add_special_tokens", "kv_transfer_params", "return_token_strs"}
+    | {"add_special_tokens", "kv_transfer_params", "return_token_strs", "extra_body"}
 )
 """Fields that only OpenAI's own service uses, those that whoever does the HTTP reads, and those of other servers on
 which an answer does not depend here."""

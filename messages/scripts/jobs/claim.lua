@@ -95,7 +95,7 @@ end
 if whole(last[4]) then ranges[#ranges + 1] = {-last[4], -last[4], own = true} end   -- what prefers this worker
 ranges[#ranges + 1] = {exact_score(version), exact_score(version), able = function(_, _, its) return its == version end}
 
-local needs = read_needs(ARGV[7] or '', number)
+local needs = read_needs(ARGV[7] or '', number, version)
 append(ranges, unpack(needs.here))
 
 -- Where in `later` a job waits that this worker cannot run; nil for one that it can. An adapter that the pool has no
@@ -103,7 +103,7 @@ append(ranges, unpack(needs.here))
 local function score_of(v, g, l, n)
   local exact = exactly(v)
   local for_others = exact and exact ~= version and leave_to_version(exact, l, n, needs)
-    or #needs.others > 0 and needs.score(n or PLAIN)
+    or #needs.others > 0 and needs.score(n or PLAIN, exact)
   if for_others then return for_others end
   local needs = exact or math.max(tonumber(v) or 0, g and committed - tonumber(g) or 0)
   if version < needs then return math.min(needs, ADAPTERS_FROM - 1) end

@@ -59,9 +59,10 @@ for class = 0, CLASSES - 1 do
     if not first[1] then break end
     local number = math.floor((first[2] - SLOTS_FROM) / SLOT)
     local id = id_of(first[1])
-    local state, needs, turn, samples, published = unpack(redis.call('HMGET', job_key(id),
-      JOB.state, JOB.needs, JOB.turn, JOB.samples, JOB.published))
+    local state, needs, turn, samples, published, least = unpack(redis.call('HMGET', job_key(id),
+      JOB.state, JOB.needs, JOB.turn, JOB.samples, JOB.published, JOB.min_version))
     local names = state == 'q' and string.match(needs or '', '^%d+ (.+)$')
+    names = names and with_version(names, string.match(least or '', '^=(%d+)$'))
     local slot = names and whole(redis.call('HGET', needs_key, 'slot:' .. names))
     if not names then
       redis.call('ZREM', later_key(class), first[1])

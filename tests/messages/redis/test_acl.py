@@ -14,9 +14,11 @@ from support.pools.small_gateway import SmallGateway
 from support.redis.deployments import cluster, plain, replicated, sentinel
 from support.redis.roles import FOR_REPLICAS, LINES, ONLY_OPERATORS, ROLES, create
 from support.specimens.messages import SHORT, job, specimens, tokens
+from support.specimens.turns import turn
 
 from rolloutmq import JobFailed, JobFailure, RolloutClient
 from rolloutmq.messages import Broker, Lease, WeightAnnouncement
+from rolloutmq.messages.broker import RecordedSessions
 from rolloutmq.messages.broker.command_channel import CommandSender
 from rolloutmq.messages.broker.dead_letters import DeadLetters
 from rolloutmq.messages.errors import RedisUnavailable
@@ -163,6 +165,21 @@ async def test_gateways_do_their_work(url: Url, admin: redis.asyncio.Redis) -> N
 
 async def _is(count: Awaitable[int], wanted: int) -> bool:
     return await count == wanted
+
+
+async def test_a_producer_records_and_takes_sessions(url: Url, admin: redis.asyncio.Redis) -> None:
+    async with RolloutClient(url("producer"), "mine") as client:
+        for name, idle_s in (("kept", 60.0), ("lost", 0.001)):
+            await RecordedSessions(client.broker, idle_s).record("default", name, "k", turn([1], [2]))
+
+        async def ended() -> bool:
+            await client.broker.end_overdue()
+            return [one.name async for one in client.sessions()] == ["kept"]
+
+        await eventually(ended)
+        assert len((await client.take_session("kept")).turns) == 1
+        assert await client.forget_session("kept")
+    assert await refusals(admin) == []
 
 
 async def test_a_producer_streams_stops_and_asks_for_what_not_every_worker_can(

@@ -12,11 +12,14 @@ from rolloutmq.ops.redis.embedded import EmbeddedRedis
 DOCS = Path(__file__).parents[3] / "docs" / "redis.md"
 LINES = dict(re.findall(r"^ACL SETUSER rolloutmq-(\w+) (.*)$", DOCS.read_text(), re.MULTILINE))
 ROLES = {
-    "producer": ("enqueue", "cancel", "cancel_client", "stop", "ack", "overdue", "take_session", "forget_session"),
+    "producer": (
+        "enqueue", "cancel", "cancel_client", "stop", "ack", "overdue", "record_turn", "recent_turns", "take_session",
+        "forget_session",
+    ),
     "gateway": (
         "enqueue", "cancel", "cancel_client", "stop", "ack", "overdue", "begin_request", "finish_request",
-        "beat_gateway", "inherit_gateway", "leave_gateway", "record_turn", "recent_turns", "admit",
-        "settle",
+        "beat_gateway", "inherit_gateway", "leave_gateway", "record_turn", "recent_turns", "take_session",
+        "admit", "settle",
     ),
     "worker": (
         "claim", "complete", "checkpoint", "heartbeat", "release", "dead", "expire", "reap", "leave", "report",

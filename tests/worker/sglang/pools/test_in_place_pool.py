@@ -121,3 +121,34 @@ def test_auto_computes_few_tokens_anew_and_switches_under_many(
     verdicts = score(samples, Settings(model=str(versions[0]), snapshots=tmp_path))
     assert [verdict.state for verdict in verdicts] == ["same"] * RUNNING, [verdict.reasons for verdict in verdicts]
     assert max(verdict.largest_gap for verdict in verdicts) < 1e-5
+
+
+def test_what_wants_exactly_one_version_leaves_at_the_switch(
+    worker: WorkerProcess, redis_url: str, versions: list[Path]
+) -> None:
+    """Its tokens are all of its version, by a forward pass, while another request beside it crosses over."""
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    judge, [mine, other, beside] = Judge(versions), prompts(3, seed=9)
+    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    with (
+        BlockingRolloutClient(redis_url) as client,
+        WeightPublisher(redis_url, mode="in_place", bucket_bytes=200_000) as publisher,
+    ):
+        version = publisher.last_version + 1
+        publisher.publish(version, load_file(versions[1])).wait(60)
+        exact = client.submit(GenerateJob(token_ids=mine, sampling=sampling, exact_version=version))
+        (crossing,) = submit(client, [other], TOKENS)
+        until_running(client, 2)
+        client.wait(submit(client, [beside], 24)[0], 60)  # the two get their tokens meanwhile
+        report = publisher.publish(version + 1, load_file(versions[2])).wait(60)
+        assert (report.state, report.workers) == ("committed", (worker.worker_id,))
+        client.stop(exact)
+        (kept,), (crossed,) = client.wait(exact, 60), client.wait(crossing, 120)
+        assert (crossed.versions, bool(crossed.in_place)) == ((version, version + 1), True)
+        assert (kept.versions, kept.finish_reason) == ((version,), "abort")
+        assert 0 < (count := len(kept.token_ids)) < TOKENS
+        assert judge.error(mine, kept, [(1, count)]) < TOLERANCE
+        (after,) = client.wait(client.submit(GenerateJob(token_ids=mine, sampling=sampling, exact_version=version + 1)))
+        assert after.versions == (version + 1,)
+        assert judge.error(mine, after, [(2, TOKENS)]) < TOLERANCE
