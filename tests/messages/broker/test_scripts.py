@@ -116,7 +116,7 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
 
 async def gateways(scripts: Scripts) -> None:
     """Two gateways, of which one dies, and its request."""
-    begin = calls.begin_request("t/r", b"digest", "t/gw1", "0" * 32, b"", 1 << 20, 60_000)
+    begin = calls.begin_request("t/r", b"digest", "t/gw1", "0" * 32, b"", 1 << 20, 60_000, b"")
     assert await scripts.run(calls.beat_gateway("gw1", 60_000, "t/gw1", "t/gw1")) == b"alive"
     assert await scripts.run(calls.beat_gateway("gw2", 60_000, "t/gw2", "t/gw2")) == b"alive"
     assert (await scripts.run(begin))[0] == b"new"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 import redis.asyncio
 from redis.exceptions import NoPermissionError
 from support.pools.pool import dump, eventually, runs, status, worker
-from support.pools.small_gateway import SmallGateway
 from support.redis.deployments import cluster, plain, replicated, sentinel
 from support.redis.roles import FOR_REPLICAS, LINES, ONLY_OPERATORS, ROLES, create
 from support.specimens.messages import SHORT, job, specimens, tokens
@@ -144,27 +143,6 @@ async def test_producer_and_worker_do_their_work(url: Url, admin: redis.asyncio.
         await client.broker.end_overdue()
         assert len([one async for one in client.map([tokens() for _ in range(5)], timeout=10)]) == 6
     assert await refusals(admin) == []
-
-
-async def test_gateways_do_their_work(url: Url, admin: redis.asyncio.Redis) -> None:
-    """Also where one inherits from another."""
-    mine = {"pool": "mine"}
-    async with (
-        worker(url("worker"), **mine),
-        SmallGateway(url("gateway"), **mine) as first,
-        SmallGateway(url("gateway"), **mine) as second,
-    ):
-        answer = await first.ask("k")
-        assert await second.ask("k") == answer
-        await first.stop()
-        await first.gateways.leave()
-        registered = second.requests.keys.gateways
-        await eventually(lambda: _is(admin.hlen(registered), 1))
-    assert await refusals(admin) == []
-
-
-async def _is(count: Awaitable[int], wanted: int) -> bool:
-    return await count == wanted
 
 
 async def test_a_producer_records_and_takes_sessions(url: Url, admin: redis.asyncio.Redis) -> None:
