@@ -86,6 +86,7 @@ class Requests:
         self.keys = Keys(pool)
         self.scripts = Scripts(redis, self.keys)
         self._remember_s, self._most_bytes = remember_s, most_bytes
+        self._unfinished = set[str]()  # seeds of what was begun here
 
     async def begin(
         self,
@@ -119,6 +120,8 @@ class Requests:
             return await self.begin(tenant, secrets.token_hex(16), digest, owner, prompts=prompts, about=about)
         if state == "other":
             raise KeyReused("key", key, "the key of one request: a request with another body needs another key")
+        if state == "new":
+            self._unfinished.add(seed)
         answer = unpack(found[3]) if state == "done" else None
         return Request(tenant, name, cast("State", state), text(found[2]), text(found[1]), tuple(prompts), answer)
 
@@ -138,12 +141,14 @@ class Requests:
     async def drop(self, request: Request) -> None:
         """Forget the request, and its answer: nobody will ask for it, or it has no jobs any more.
 
-        Does nothing if others took the owner for dead: they finish it, or have.
+        Does nothing if others took the owner for dead: they finish it; or have, while its owner did not.
         """
-        await self._finish(request, b"", 0)
+        await self._finish(request, b"", -1 if request.seed in self._unfinished else 0)
 
     async def _finish(self, request: Request, packed: bytes, keep_ms: int) -> list[bytes]:
         found: list[bytes] = await self.scripts.run(calls.finish_request(request._place, request.seed, packed, keep_ms))
+        if found[0] != b"lost":
+            self._unfinished.discard(request.seed)
         return found
 
     async def look(self, tenant: str, id: str) -> Request | None:

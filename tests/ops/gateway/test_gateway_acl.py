@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
-from support.pools.pool import dump, status, worker
+from support.pools.pool import dump, eventually, status, worker
+from support.pools.small_gateway import SmallGateway
 from support.redis.roles import create
 from support.specimens.messages import tokens
 
@@ -49,6 +50,26 @@ async def test_a_gateway_does_its_work(server: EmbeddedRedis, admin: Redis) -> N
             await quotas.settle(renew=True)
             admission.settle(10)
         assert (await quotas.admit(tenant, 400)).request
+    log = [entry for entry in await admin.acl_log() if not str(entry["object"]).startswith("client")]
+    assert log == []
+
+
+async def test_one_gateway_inherits_from_another(server: EmbeddedRedis, admin: Redis) -> None:
+    url = create(server, "gateway", "mine")
+    async with (
+        worker(create(server, "worker", "mine"), pool="mine"),
+        SmallGateway(url, pool="mine") as first,
+        SmallGateway(url, pool="mine") as second,
+    ):
+        answer = await first.ask("k")
+        assert await second.ask("k") == answer
+        await first.stop()
+        await first.gateways.leave()
+
+        async def one_is_left() -> bool:
+            return bool(await admin.hlen(second.requests.keys.gateways) == 1)
+
+        await eventually(one_is_left)
     log = [entry for entry in await admin.acl_log() if not str(entry["object"]).startswith("client")]
     assert log == []
 

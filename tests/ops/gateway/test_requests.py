@@ -176,15 +176,23 @@ async def test_a_dropped_request_is_new_again(redis: PoolRedis, requests: Reques
 
 
 async def test_what_was_inherited_is_dropped_by_nobody_else(redis: PoolRedis, requests: Requests) -> None:
-    first = await begin(requests)
+    first, heir = await begin(requests), Requests(redis, "default")
     await redis.hset(requests.keys.gateways, OWNER, "gw-2")
     await requests.drop(first)
+    await heir.drop(first)
     assert (await begin(requests)).state == "running"
-    await requests.finish(first, answer(first))  # as its heir does
-    await requests.drop(first)
+
+
+async def test_an_owner_that_has_not_finished_drops_no_answer(redis: PoolRedis, requests: Requests) -> None:
+    first, heir = await begin(requests), Requests(redis, "default")
+    given = await heir.finish(first, answer(first))
+    for _ in range(2):
+        await requests.drop(first)
+    assert (await begin(requests)).answer == given
     await redis.hdel(requests.keys.gateways, OWNER)
-    await requests.drop(first)
-    assert (await begin(requests)).state == "done"
+    await heir.drop(first)  # whoever was asked to forget it
+    await redis.hset(requests.keys.gateways, OWNER, "")
+    assert (await begin(requests)).state == "new"
 
 
 async def test_all_answers_together_are_bounded(redis: PoolRedis) -> None:
