@@ -174,11 +174,20 @@ audit sbom: setup
 	  echo "$@: pip cannot install pip-audit and cyclonedx-bom (out/$@.log): nothing is looked at"; exit 0; }; \
 	$(MAKE) --no-print-directory -s $@-made
 
+define SAY_AUDIT
+import json
+found = json.load(open("out/audit.json"))["dependencies"]
+known = [it for it in found if "vulns" in it]
+for it in known:
+    for one in it["vulns"]:
+        print(it["name"], it["version"], one["id"], *one["aliases"], "mended in", *one["fix_versions"] or ["no release"])
+print(f"audit: {len(known)} of {len(found)} packages were compared; of the others the index told nothing (out/audit.json)")
+endef
+export SAY_AUDIT
 audit-made:
-	@$(AUDIT)/pip-audit --progress-spinner off --path \
-	  "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >out/audit.txt 2>&1; \
-	grep -v "could not be audited" out/audit.txt | head -60; \
-	echo "audit: $$(grep -c 'could not be audited' out/audit.txt) packages are not known to the advisories that were reached (out/audit.txt)"
+	@rm -f out/audit.json; $(AUDIT)/pip-audit --progress-spinner off -f json -o out/audit.json --path \
+	  "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >out/audit.log 2>&1; \
+	.venv/bin/python -c "$$SAY_AUDIT" 2>/dev/null || echo "audit: nothing was compared (out/audit.log): is there a network?"
 
 sbom-made:
 	@$(AUDIT)/cyclonedx-py environment --pyproject pyproject.toml --of JSON -o out/sbom.json .venv/bin/python && echo "sbom: out/sbom.json"

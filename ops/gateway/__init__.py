@@ -1,4 +1,7 @@
-"""`rolloutmq gateway`: a pool over HTTP, for clients of OpenAI's API. It keeps no state but Redis'."""
+"""`rolloutmq gateway`: a pool over HTTP, for clients of OpenAI's API. It keeps no state but Redis'.
+
+Many files: each is one promise (keys, heirs, quotas, tenants, versions) or one layer of a request.
+"""
 
 from .app import application
 from .gateway import Gateway

@@ -74,4 +74,4 @@ async def _answered(_: Http, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = Refused(error.status_code, "no_such_route", f"{error.detail}: see /openapi.json", headers=error.headers)
     refused = told(error)
-    return Response(refused.body(), refused.status, refused.headers, "application/json")
+    return refused.response

@@ -165,7 +165,7 @@ class OpenAIDoor:
                 async for chunk in stream_chunks(request, counted(), *await self._decoding()):
                     yield {"data": orjson.dumps(chunk).decode()}
             except RolloutMQError as error:
-                yield {"data": told(error).body().decode()}
+                yield {"data": bytes(told(error).response.body).decode()}
             yield {"data": "[DONE]"}
             await self._gateway.delivered(call)
         finally:

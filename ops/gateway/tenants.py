@@ -13,8 +13,9 @@ import time
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from ...messages import ConfigError
@@ -24,10 +25,9 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """The file is looked at again after so many seconds, if there are requests."""
 MAX_FILE_BYTES = 1 << 20
-MAX_KEY_BYTES = 512
+
 Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 Limit = Annotated[int, Field(strict=True, ge=1, le=10**12)]
-Headers = Iterable[tuple[bytes, bytes]]
 
 
 class _Entry(BaseModel):
@@ -73,44 +73,37 @@ class Tenants:
     Without a file there is one tenant, "default", who needs no key and may not change the pool.
     """
 
-    def __init__(self, path: Path | None, tenants: Iterable[Tenant]) -> None:
-        self._path = path
-        self._tenants = tuple(tenants)
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._look_at = path, time.monotonic() + LOOK_S
         self._seen = _mark(path) if path else None
-        self._look_at = time.monotonic() + LOOK_S
+        self._tenants = _read(path) if path else (Tenant(),)
 
     @classmethod
     def load(cls, path: str | Path | None) -> Tenants:
         """Raises ConfigError, which names the file and what is wrong with it, and never quotes a key."""
-        if path is None:
-            return cls(None, (Tenant(),))
-        return cls(Path(path), _read(Path(path)))
+        return cls(Path(path) if path is not None else None)
 
-    def of(self, headers: Headers) -> Tenant:
+    def of(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
         """Who sent these headers (as ASGI gives them), by `Authorization: Bearer` or `X-API-Key`.
 
         Raises Refused (401).
         """
-        self._look_again()
         if self._path is None:
             return self._tenants[0]
+        self._look_again(self._path)
         named = dict(reversed([*headers]))
         scheme, _, key = named.get(b"authorization", b"").partition(b" ")
         given = key.strip() if scheme.lower() == b"bearer" else named.get(b"x-api-key", b"").strip()
-        if not given:
-            text = "No API key: send it as `Authorization: Bearer KEY`, or as `X-API-Key: KEY`."
+        digest = f"sha256:{hashlib.sha256(given).hexdigest()}"
+        known = [(one, tenant) for tenant in self._tenants for one in tenant.keys]
+        # Each of them is compared: how long that takes says nothing.
+        found = [tenant for one, tenant in known if given and hmac.compare_digest(one, digest)]
+        if not found:
+            text = "This API key is not known here." if given else "No API key: send `Authorization: Bearer KEY`."
             raise Refused(401, "invalid_api_key", text)
-        digest = "sha256:" + hashlib.sha256(given[: MAX_KEY_BYTES + 1]).hexdigest()
-        found = None
-        for tenant in self._tenants:  # all of them: how long it takes says nothing
-            for known in tenant.keys:
-                if hmac.compare_digest(known, digest):
-                    found = tenant
-        if found is None:
-            raise Refused(401, "invalid_api_key", "This API key is not known here.")
-        return found
+        return found[0]
 
-    def admin(self, headers: Headers) -> Tenant:
+    def admin(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
         """Who sent these headers, if that is an admin. Raises Refused (401, 403)."""
         tenant = self.of(headers)
         if not tenant.admin:
@@ -118,77 +111,60 @@ class Tenants:
             raise Refused(403, "admin_only", text)
         return tenant
 
-    def _look_again(self) -> None:
-        if self._path is None or time.monotonic() < self._look_at:
+    def _look_again(self, path: Path) -> None:
+        if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
-        mark = _mark(self._path)
-        if mark == self._seen:
-            return
-        self._seen = mark
-        try:
-            self._tenants = tuple(_read(self._path))
-        except ConfigError as error:
-            log.error("the old keys stay: %s", error)
-        else:
-            log.info("%s was read again: %d tenants", self._path, len(self._tenants))
+        before, self._seen = self._seen, _mark(path)
+        if self._seen != before:
+            try:
+                self._tenants = _read(path)
+                log.info("%s was read again: %d tenants", path, len(self._tenants))
+            except ConfigError as error:
+                log.error("the old keys stay: %s", error)
 
 
-def _mark(path: Path) -> tuple[int, ...] | None:
+def _mark(path: Path) -> tuple[int, ...]:
     """Changes with the file."""
     try:
         found = os.stat(path)
     except OSError:
-        return None
+        return ()
     return found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode
 
 
-def _read(path: Path) -> Iterable[Tenant]:
+def _read(path: Path) -> tuple[Tenant, ...]:
+    """Raises ConfigError. Parsers' own texts may quote what stands there, and that may be a key."""
     try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            data = file.read(MAX_FILE_BYTES + 1)
+        return _checked(path)
     except OSError as error:
-        raise ConfigError(f"file of keys {path}: {error.strerror or error}") from None
-    if mode & 0o037:
-        raise ConfigError(
-            f"file of keys {path}: its mode is {mode:04o}. Only its owner may write it, and others than its group may "
-            f"not read it: chmod 640 {path} (defaultMode: 0440 for a Secret)"
-        )
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"file of keys {path}: more than {MAX_FILE_BYTES} bytes")
-    try:
-        told = _File.model_validate(_parsed(path, data))
+        why = error.strerror or str(error)
+    except ConfigError as error:
+        why = str(error)
     except ValidationError as error:
-        # Not its own text: that may quote what stands there, and that may be a key.
         first = error.errors(include_input=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"file of keys {path}: {where}: {first['msg']}") from None
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        found = re.search(r"line \d+(, column \d+)?", str(error))
+        why = f"it is no {path.suffix[1:].upper()} ({found[0] if found else 'not readable'})"
+    raise ConfigError(f"file of keys {path}: {why}")
+
+
+def _checked(path: Path) -> tuple[Tenant, ...]:
+    with path.open("rb") as file:
+        mode, data = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(MAX_FILE_BYTES + 1)
+    if mode & 0o037:
+        allowed = "Only its owner may write it, and others than its group may not read it"
+        raise ConfigError(f"its mode is {mode:04o}. {allowed}: chmod 640 {path} (defaultMode: 0440 for a Secret)")
+    if len(data) > MAX_FILE_BYTES or path.suffix not in {".toml", ".yaml", ".yml"}:
+        raise ConfigError(f"its name must end with .toml, .yaml or .yml, and it has {MAX_FILE_BYTES} bytes at most")
+    load = tomllib.loads if path.suffix == ".toml" else yaml.safe_load
+    told = _File.model_validate(load(data.decode()) or {})
     tenants = [Tenant(name=name, **entry.model_dump()) for name, entry in told.tenants.items()]
-    if told.admin:
-        tenants.append(Tenant(name="admin", keys=told.admin, admin=True))
+    tenants += [Tenant(name="admin", keys=told.admin, admin=True)] if told.admin else []
     digests = [digest for tenant in tenants for digest in tenant.keys]
-    if not digests or len({*digests}) < len(digests) or len({it.name for it in tenants}) < len(tenants):
-        why = (
-            "a key or the name `admin` is there more than once" if digests else "it has no key: nobody could be served"
-        )
-        raise ConfigError(f"file of keys {path}: {why}")
+    if not digests:
+        raise ConfigError("it has no key, so nobody could be served")
+    if len({*digests}) < len(digests) or len({one.name for one in tenants}) < len(tenants):
+        raise ConfigError("a key, or the name `admin`, is there more than once")
     return tuple(tenants)
-
-
-def _parsed(path: Path, data: bytes) -> Any:
-    if path.suffix not in {".toml", ".yaml", ".yml"}:
-        raise ConfigError(f"file of keys {path}: its name must end with .toml, .yaml or .yml")
-    kind = path.suffix[1:].upper()
-    try:
-        if kind == "TOML":
-            return tomllib.loads(data.decode())
-        import yaml  # noqa: PLC0415 – TOML works without
-
-        try:
-            return yaml.safe_load(data.decode()) or {}
-        except (yaml.YAMLError, RecursionError) as error:
-            raise ValueError(str(error)) from None
-    except ValueError as error:  # UnicodeDecodeError and TOMLDecodeError are, too
-        found = re.search(r"line \d+(, column \d+)?", str(error))  # the rest of its text may quote a key
-        raise ConfigError(f"file of keys {path}: it is no {kind} ({found[0] if found else 'not readable'})") from None

@@ -9,7 +9,7 @@ local key, owner = KEY.request .. ARGV[2], ARGV[4]
 
 for _, entry in ipairs(redis.call('ZRANGEBYSCORE', KEY.answered, '-inf', redis_ms(), 'LIMIT', 0, FORGET)) do
   redis.call('ZREM', KEY.answered, entry)
-  redis.call('HINCRBY', load_key, 'answers', 0 - (whole(match(entry, ' (%d+)$')) or 0))
+  redis.call('HINCRBY', load_key, 'answered', 0 - (whole(match(entry, ' (%d+)$')) or 0))
 end
 local digest, owns, seed, answer = unpack(redis.call('HMGET', key, 'digest', 'owner', 'seed', 'answer'))
 if digest and digest ~= ARGV[3] then return {'other'} end
@@ -17,10 +17,10 @@ if answer then return {'done', seed or '', owns or '', answer} end
 if seed == ARGV[5] then return {'new', seed, owner} end   -- the call came twice
 -- An owner that is not registered is gone, and so is its heir, who could not finish this.
 if seed and #seed == 32 and redis.call('HEXISTS', KEY.gateways, owns or '') == 1 then return {'running', seed, owns} end
-local bytes = counted(redis.call('HGET', load_key, 'answers'))
+local bytes = counted(redis.call('HGET', load_key, 'answered'))
 if bytes > ARGV[7] + 0 then
   if redis.call('ZCARD', KEY.answered) > 0 then return {'full', bytes} end
-  redis.call('HSET', load_key, 'answers', 0)
+  redis.call('HSET', load_key, 'answered', 0)
 end
 redis.call('DEL', key)
 redis.call('HSET', key, 'digest', ARGV[3], 'owner', owner, 'seed', ARGV[5], 'prompts', ARGV[6], 'about', ARGV[9])

@@ -12,7 +12,7 @@ if keep_ms == '0' or keep_ms == '-1' then
   if not answer and redis.call('HGET', KEY.gateways, owner or '') ~= '' then return {'lost'} end
   redis.call('DEL', key)
   if answer and redis.call('ZREM', KEY.answered, request .. ' ' .. #answer) == 1 then
-    redis.call('HINCRBY', load_key, 'answers', -#answer)
+    redis.call('HINCRBY', load_key, 'answered', -#answer)
   end
   return {'kept'}
 end
@@ -22,6 +22,6 @@ redis.call('HSET', key, 'answer', answer)
 redis.call('HDEL', key, 'prompts')
 redis.call('PEXPIRE', key, keep_ms)
 if redis.call('ZADD', KEY.answered, redis_ms() + keep_ms, request .. ' ' .. #answer) == 1 then
-  redis.call('HINCRBY', load_key, 'answers', #answer)
+  redis.call('HINCRBY', load_key, 'answered', #answer)
 end
 return {'kept'}

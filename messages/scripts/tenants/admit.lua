@@ -1,10 +1,8 @@
 -- May a tenant make this request now? Rates are buckets that hold what a minute allows; a debt drains at the rate. Tokens are
--- charged as the most that the request can cost, and `settle` gives back what it did not use. Who asked already is
--- answered "ok" again, and pays nothing.
+-- charged as the most that it can cost, and `settle` gives back what it did not use. Who asked already pays nothing.
 -- ARGV: prefix, tenant, request, tokens, requests_per_minute, tokens_per_minute, tokens_per_day, max_running, lease_ms
--- tokens: the most that it can cost. Each limit may be 0: there is none. lease_ms: so long it counts as running.
--- Returns {verdict, ms to wait, requests left, tokens left, day}; verdict: ok, or the limit that is reached, and then
--- nothing is charged. day: for settle.
+-- A limit of 0 is none. lease_ms: so long it counts as running.
+-- Returns {ok or the limit that is reached, ms to wait, requests left, tokens left, day}.
 local spent, running = KEY.spent .. ARGV[2], KEY.admitted .. ARGV[2]
 local request, tokens = ARGV[3], whole(ARGV[4]) or 0
 local per_minute, tokens_per_minute, per_day, max_running = whole(ARGV[5]), whole(ARGV[6]), whole(ARGV[7]), whole(ARGV[8])

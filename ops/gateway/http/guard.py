@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from .protocol import HttpLimits
 from .refused import Refused, refusal
 
@@ -19,21 +21,25 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 log = logging.getLogger(__name__)
 access = logging.getLogger(f"{__package__}.access")
 HEALTH = "/health"
+DRAINING = JSONResponse({"ready": False, "reason": "draining"}, 503)
 SHOWN = 200
 """Characters of a path in the log. Never its query, headers or body: these may hold keys and prompts."""
 
 
 class Exchange:
-    """One request and its answer, as far as they have come. Nothing follows an answer that was given here."""
+    """One request and its answer, as far as they have come.
+
+    ended: it was answered here. Nothing follows, and what the application raises then is of no account.
+    """
 
     def __init__(self, receive: Receive, send: Send, max_body_bytes: int) -> None:
         self._receive, self._send, self._most = receive, send, max_body_bytes
         self.received = self.sent = self.status = 0
-        self._streams_events = self._ended = False
+        self._streams_events = self.ended = False
 
     async def receive(self) -> Message:
         """The application's. It sees a body that is too long as a client that has hung up."""
-        if self._ended:
+        if self.ended:
             return {"type": "http.disconnect"}
         message = await self._receive()
         self.received += len(message.get("body", b""))
@@ -44,7 +50,7 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """The application's."""
-        if self._ended:
+        if self.ended:
             return
         if message["type"] == "http.response.start":
             self.status = message["status"]
@@ -55,18 +61,13 @@ class Exchange:
 
     async def refuse(self, refused: Refused) -> None:
         """Answer with this error: also in the middle of a stream of events, but not of another answer."""
-        if self._ended:
+        if self.ended:
             return
         if not self.status:
-            await refused({}, self.receive, self.send)
+            await refused({"type": "http"}, self.receive, self.send)
         elif self._streams_events:
-            await self.send({"type": "http.response.body", "body": b"data: " + refused.body() + b"\n\n"})
-        self._ended = True
-
-    @property
-    def ended(self) -> bool:
-        """Whether it was ended here, so that what the application raises then is of no account."""
-        return self._ended
+            await self.send({"type": "http.response.body", "body": b"data: " + refused.response.body + b"\n\n"})
+        self.ended = True
 
 
 class Guard:
@@ -104,10 +105,8 @@ class Guard:
             async with deadline:
                 scope.setdefault("state", {})["deadline"] = deadline.when()
                 self._check(scope)
-                if self.draining and scope["path"] == HEALTH:
-                    await _say_draining(exchange)
-                else:
-                    await self._app(scope, exchange.receive, exchange.send)
+                draining = self.draining and scope["path"] == HEALTH
+                await (DRAINING if draining else self._app)(scope, exchange.receive, exchange.send)
         except Refused as refused:
             await exchange.refuse(refused)
         except asyncio.CancelledError:  # uvicorn's, at the end of a drain
@@ -136,10 +135,3 @@ class Guard:
     async def _fail(self, scope: Message, exchange: Exchange, error: Exception) -> None:
         log.error("%s %s failed", scope["method"], scope["path"][:SHOWN], exc_info=error)
         await exchange.refuse(await refusal(None, error))
-
-
-async def _say_draining(exchange: Exchange) -> None:
-    body = b'{"ready": false, "reason": "draining"}'
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await exchange.send({"type": "http.response.start", "status": 503, "headers": headers})
-    await exchange.send({"type": "http.response.body", "body": body, "more_body": False})

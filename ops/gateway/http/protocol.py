@@ -125,10 +125,10 @@ class LimitedProtocol(H11Protocol):
         access.info("%s - refused: %d %s", self.client[0] if self.client else "-", refused.status, refused)
         running = self.cycle is not None and not self.cycle.response_complete
         if not (running and self.cycle.response_started) and self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
-            start, body = refused.asgi()
-            lines = [b"HTTP/1.1 %d %s" % (refused.status, b"Refused")]
-            lines += [name + b": " + value for name, value in (*start["headers"], (b"connection", b"close"))]
-            self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body["body"])
+            answer = refused.response
+            lines = [b"HTTP/1.1 %d Refused" % refused.status, b"connection: close"]
+            lines += [b": ".join(header) for header in answer.raw_headers]
+            self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + answer.body)
         if running:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

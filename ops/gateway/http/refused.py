@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 from ....messages import RolloutMQError
 
@@ -51,20 +52,12 @@ class Refused(RolloutMQError):
             return "insufficient_quota"
         return _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
-    def body(self) -> bytes:
-        """{"error": {"message", "type", "param", "code"}} as JSON."""
+    @property
+    def response(self) -> JSONResponse:
+        """{"error": {"message", "type", "param", "code"}}."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode()
+        return JSONResponse({"error": error}, self.status, self.headers)
 
-    async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """As an ASGI application: it answers every request with itself."""
-        for message in self.asgi():
-            await send(message)
-
-    def asgi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The two messages of that answer."""
-        body = self.body()
-        named = {"content-type": "application/json", "content-length": str(len(body))} | self.headers
-        headers = [(name.encode(), value.encode()) for name, value in named.items()]
-        start = {"type": "http.response.start", "status": self.status, "headers": headers}
-        return start, {"type": "http.response.body", "body": body, "more_body": False}
+        await self.response(scope, receive, send)

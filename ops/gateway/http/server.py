@@ -37,12 +37,12 @@ class Tls:
             context.load_cert_chain(self.certfile, self.keyfile, password=lambda: "")
         except (OSError, ValueError) as error:
             raise ConfigError(f"TLS: certfile={self.certfile}, keyfile={self.keyfile}: {error}") from None
-        if self.client_ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-            try:
+        try:
+            if self.client_ca is not None:
+                context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(self.client_ca)
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"TLS: client_ca={self.client_ca}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"TLS: client_ca={self.client_ca}: {error}") from None
         return context
 
 

@@ -105,7 +105,7 @@ async def test_the_drain_is_bounded_and_who_is_cut_off_is_told() -> None:
         running.send_signal(signal.SIGTERM)
         answer = await held
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
-        assert '"code": "shutting_down"' in (await stream).text
+        assert '"code":"shutting_down"' in (await stream).text
         assert await running.wait() == 0
 
 

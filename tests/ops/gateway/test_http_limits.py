@@ -12,7 +12,7 @@ from support.http import Running, served
 from support.pools.pool import eventually
 
 from rolloutmq.messages import ConfigError
-from rolloutmq.ops.gateway.http import HttpLimits, HttpServer
+from rolloutmq.ops.gateway.http import HttpLimits, HttpServer, Refused
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n"
 GET = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -157,7 +157,7 @@ async def test_a_request_past_its_deadline_is_504_and_a_stream_ends_with_the_err
         stream = await client.get("/events?endless")
         first, last = stream.text.split("\n\n")[:2]
         assert first == "data: 0"
-        assert '"code": "timeout"' in last
+        assert '"code":"timeout"' in last
         assert running.held.running == 0
 
 
@@ -205,7 +205,7 @@ async def test_the_log_has_each_request_and_no_secret(caplog: pytest.LogCaptureF
         connection = await running.connection()
         await connection.send(b"GET /health SECRET\r\n\r\n")
         assert (await connection.answer())[0] == 400
-    lines = [one.getMessage() for one in caplog.records if one.name == "rolloutmq.ops.gateway.access"]
+    lines = [one.getMessage() for one in caplog.records if one.name == "rolloutmq.ops.gateway.http.access"]
     assert lines[0].startswith('127.0.0.1 - "POST /v1/chat/completions" 200, 6 B in, ')
     assert lines[1] == "127.0.0.1 - refused: 400 Invalid HTTP request received."
     assert [one for one in caplog.records if one.name != "httpx" and "SECRET" in one.getMessage()] == []
@@ -225,3 +225,20 @@ async def test_many_idle_connections_do_not_keep_others_out() -> None:
 def test_an_address_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"cannot listen on 127\."):
         HttpServer(None, "127.0.0.1", taken.getsockname()[1])  # type: ignore[arg-type]
+
+
+async def test_openais_client_raises_its_own_errors_for_what_is_refused() -> None:
+    """By status, with code, message and how long to wait."""
+    import openai  # noqa: PLC0415 – a second
+
+    kinds = {401: openai.AuthenticationError, 403: openai.PermissionDeniedError, 413: openai.APIStatusError}
+    kinds |= {409: openai.ConflictError, 429: openai.RateLimitError, 503: openai.InternalServerError}
+    for status, kind in kinds.items():
+        answer = Refused(status, "why", "Because.", param="field", retry_after_s=1.2)
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app=answer))
+        async with openai.AsyncOpenAI(api_key="k", base_url="http://h/v1", max_retries=0, http_client=http) as client:
+            with pytest.raises(kind) as caught:
+                await client.chat.completions.create(model="m", messages=[])
+        assert (caught.value.status_code, caught.value.code, caught.value.param) == (status, "why", "field")
+        assert "Because." in str(caught.value)
+        assert caught.value.response.headers["retry-after"] == "2"

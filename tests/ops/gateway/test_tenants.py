@@ -127,7 +127,7 @@ def test_a_file_that_others_may_read_or_the_group_may_write_is_refused(tmp_path:
         (f"- {KEY}", "keys.yaml", "dictionary|object"),
         ("[" * 100_000, "keys.yaml", "no YAML"),
         (TOML, "keys.txt", r"must end with \.toml, \.yaml"),
-        ("#" * (1 << 20) + "\n", "keys.toml", "more than 1048576 bytes"),
+        ("#" * (1 << 20) + "\n", "keys.toml", "1048576 bytes at most"),
     ],
 )
 def test_a_file_that_is_wrong_is_named_with_the_place_and_without_a_key(
