@@ -90,7 +90,7 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     assert [await broker._scripts.run(calls.begin_again(version)) for version in (1, 2)] == [2, 0]
     assert await ledger.newest() == {"": 3, "a": 1}
 
-    await tenants(broker._scripts)
+    await tenants(Scripts(broker.redis, broker.keys))
     await (letters := DeadLetters(broker)).drop(str(await letters.newest_id()))
     outcomes = await replies(broker)
     await broker.ack("client", outcomes)
