@@ -103,7 +103,7 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     assert await ledger.newest() == {"": 3, "a": 1}
 
     await recorded(RecordedSessions(broker))
-    await tenants(broker._scripts)
+    await tenants(Scripts(broker.redis, broker.keys))
     await (letters := DeadLetters(broker)).drop(str(await letters.newest_id()))
     outcomes = await replies(broker)
     await broker.ack("client", outcomes)

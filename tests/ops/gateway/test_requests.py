@@ -157,7 +157,7 @@ async def test_an_answer_is_forgotten_after_a_while(redis: PoolRedis) -> None:
 
 async def counted(redis: PoolRedis, requests: Requests) -> tuple[int, int]:
     """Answers that are kept, and what the pool says that they hold."""
-    return await redis.zcard(requests.keys.answered), int(await redis.hget(requests.keys.load, "answers") or 0)
+    return await redis.zcard(requests.keys.answered), int(await redis.hget(requests.keys.load, "answered") or 0)
 
 
 async def test_a_dropped_request_is_new_again(redis: PoolRedis, requests: Requests) -> None:
@@ -210,7 +210,7 @@ async def test_all_answers_together_are_bounded(redis: PoolRedis) -> None:
 
 async def test_a_wrong_count_of_answers_mends_itself(redis: PoolRedis, requests: Requests) -> None:
     for wrong in ("junk", 1 << 40, -5):
-        await redis.hset(requests.keys.load, "answers", wrong)
+        await redis.hset(requests.keys.load, "answered", wrong)
         await requests.drop(await begin(requests))
     assert await counted(redis, requests) == (0, -5)
 
