@@ -15,6 +15,7 @@ from support.specimens.messages import job
 from rolloutmq.messages import Broker, GenerateJob, RolloutResult, SamplingParams
 from rolloutmq.messages.model import ScoreJob
 from rolloutmq.messages.model.weights import UpdateMode
+from rolloutmq.ops.journal.live import live_of
 from rolloutmq.ops.status import read_state
 from rolloutmq.producer.diagnosis import why
 from rolloutmq.sync.transfer.ledger import Ledger
@@ -138,13 +139,17 @@ async def test_a_lost_worker_s_sample_goes_on_where_its_version_is(redis_db: str
 
 async def test_it_waits_for_a_version_and_the_wait_says_so(redis_db: str, broker: Broker) -> None:
     async with worker(redis_db) as follows, publisher(redis_db) as trainer:
-        await broker.enqueue([exact(2)])
+        await broker.enqueue([one := exact(2)])
 
         async def told() -> str:
             return "; ".join(reason.told() for reason in await why(broker) if reason.cause == "exact-version")
 
         said = await eventually(told)
         assert "1 job waits for exactly version 2 of the weights, which no worker has; they have 0." in said
+        shown = await live_of(broker, one.id)
+        assert shown is not None
+        assert shown.waits == "a worker that has exactly weights version 2"
+        assert (shown.facts["exact_version"], shown.facts["min_version"]) == (2, None)
         for version in (1, 2):
             await publish(trainer, version)
         assert by_worker(await results(broker, 1)) == {(follows.id, (2,))}
