@@ -80,7 +80,8 @@ async def test_what_runs_when_another_version_comes_stays_of_its_own(
     engine = ScriptedEngine(tokens_per_s=400)
     async with worker(redis_db, engine=engine) as follows, publisher(redis_db, mode=mode) as trainer:
         await looked(follows)
-        mine, plain = exact(0, 300, n=2), job(sampling=SamplingParams(max_new_tokens=300))
+        tokens = 300 if mode == "drain" else 3000  # more than it has when the version comes
+        mine, plain = exact(0, tokens, n=2), job(sampling=SamplingParams(max_new_tokens=tokens))
         await broker.enqueue([mine, plain])
         await eventually(lambda: len(follows.sampled) == 3 and min(follows.sampled) > 20)
         async with worker(redis_db, hold_version=0) as kept:
@@ -106,7 +107,7 @@ async def test_what_waits_in_a_worker_leaves_it_with_the_version(redis_db: str, 
     async with worker(redis_db, engine=engine, max_running=2, prefetch=0) as follows, publisher(redis_db) as trainer:
         await looked(follows)
         many, task = (
-            exact(0, 100, n=6),
+            exact(0, 3000, n=6),
             ScoreJob(token_ids=[1], continuations=([2],) * 3, reply_to="client", exact_version=0),
         )
         await broker.enqueue([many])
@@ -124,9 +125,9 @@ async def test_what_waits_in_a_worker_leaves_it_with_the_version(redis_db: str, 
 
 
 async def test_a_lost_worker_s_sample_goes_on_where_its_version_is(redis_db: str, broker: Broker) -> None:
-    slow = ScriptedEngine(tokens_per_s=300)
+    slow = ScriptedEngine(tokens_per_s=100)
     async with worker(redis_db, engine=slow, hold_version=0, checkpoint_s=0.1) as first:
-        await broker.enqueue([one := exact(0, 300)])
+        await broker.enqueue([one := exact(0, 3000)])
         await eventually(lambda: saved(broker, one.id))
         async with publisher(redis_db) as trainer, worker(redis_db) as follows:
             assert (await publish(trainer, 1)).state == "committed"
