@@ -26,17 +26,8 @@ log = logging.getLogger(__name__)
 WINDOW = 64
 _NOT_AGAIN = frozenset(
     [
-        *(
-            "id",
-            "reply_to",
-            "group_id",
-            "metadata",
-            "priority",
-            "deadline_s",
-            "min_version",
-            "max_staleness",
-            "exact_version",
-        ),
+        *("id", "reply_to", "group_id", "metadata", "priority", "deadline_s"),
+        *("min_version", "exact_version", "max_staleness"),
         *("min_adapter_version", "prefer_worker", "prefer_s", "session_id", "stream", "trace_id"),
     ]
 )

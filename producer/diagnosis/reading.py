@@ -234,10 +234,14 @@ async def _held(part: Broker, classes: list[tuple[int, list[tuple[bytes, float]]
 
 async def _exact(part: Broker, scores: set[int]) -> Counter[int]:
     """How many jobs wait for exactly one version, by version. scores: where they wait in `later`."""
+    places = [(score, later) for score in scores for later in part.keys.later]
+    async with part.redis.pipeline(transaction=False) as pipe:
+        for score, later in places:
+            pipe.zcount(later, score, score)
+        counts = await _answers(pipe, [0] * len(places)) if places else []
     found = Counter[int]()
-    for score in scores:
-        counts = [await part.redis.zcount(later, score, score) for later in part.keys.later]
-        found[-score - ADAPTERS_FROM] += sum(counts)
+    for (score, _), count in zip(places, counts, strict=True):
+        found[-score - ADAPTERS_FROM] += count
     return found
 
 

@@ -15,6 +15,7 @@ from support.specimens.messages import job
 from rolloutmq.messages import Broker, GenerateJob, RolloutResult, SamplingParams
 from rolloutmq.messages.model import ScoreJob
 from rolloutmq.messages.model.weights import UpdateMode
+from rolloutmq.ops.journal.live import live_of
 from rolloutmq.ops.status import read_state
 from rolloutmq.producer.diagnosis import why
 from rolloutmq.sync.transfer.ledger import Ledger
@@ -79,7 +80,8 @@ async def test_what_runs_when_another_version_comes_stays_of_its_own(
     engine = ScriptedEngine(tokens_per_s=400)
     async with worker(redis_db, engine=engine) as follows, publisher(redis_db, mode=mode) as trainer:
         await looked(follows)
-        mine, plain = exact(0, 300, n=2), job(sampling=SamplingParams(max_new_tokens=300))
+        tokens = 300 if mode == "drain" else 3000  # more than it has when the version comes
+        mine, plain = exact(0, tokens, n=2), job(sampling=SamplingParams(max_new_tokens=tokens))
         await broker.enqueue([mine, plain])
         await eventually(lambda: len(follows.sampled) == 3 and min(follows.sampled) > 20)
         async with worker(redis_db, hold_version=0) as kept:
@@ -105,7 +107,7 @@ async def test_what_waits_in_a_worker_leaves_it_with_the_version(redis_db: str, 
     async with worker(redis_db, engine=engine, max_running=2, prefetch=0) as follows, publisher(redis_db) as trainer:
         await looked(follows)
         many, task = (
-            exact(0, 100, n=6),
+            exact(0, 3000, n=6),
             ScoreJob(token_ids=[1], continuations=([2],) * 3, reply_to="client", exact_version=0),
         )
         await broker.enqueue([many])
@@ -123,9 +125,9 @@ async def test_what_waits_in_a_worker_leaves_it_with_the_version(redis_db: str, 
 
 
 async def test_a_lost_worker_s_sample_goes_on_where_its_version_is(redis_db: str, broker: Broker) -> None:
-    slow = ScriptedEngine(tokens_per_s=300)
+    slow = ScriptedEngine(tokens_per_s=100)
     async with worker(redis_db, engine=slow, hold_version=0, checkpoint_s=0.1) as first:
-        await broker.enqueue([one := exact(0, 300)])
+        await broker.enqueue([one := exact(0, 3000)])
         await eventually(lambda: saved(broker, one.id))
         async with publisher(redis_db) as trainer, worker(redis_db) as follows:
             assert (await publish(trainer, 1)).state == "committed"
@@ -138,13 +140,17 @@ async def test_a_lost_worker_s_sample_goes_on_where_its_version_is(redis_db: str
 
 async def test_it_waits_for_a_version_and_the_wait_says_so(redis_db: str, broker: Broker) -> None:
     async with worker(redis_db) as follows, publisher(redis_db) as trainer:
-        await broker.enqueue([exact(2)])
+        await broker.enqueue([one := exact(2)])
 
         async def told() -> str:
             return "; ".join(reason.told() for reason in await why(broker) if reason.cause == "exact-version")
 
         said = await eventually(told)
         assert "1 job waits for exactly version 2 of the weights, which no worker has; they have 0." in said
+        shown = await live_of(broker, one.id)
+        assert shown is not None
+        assert shown.waits == "a worker that has exactly weights version 2"
+        assert (shown.facts["exact_version"], shown.facts["min_version"]) == (2, None)
         for version in (1, 2):
             await publish(trainer, version)
         assert by_worker(await results(broker, 1)) == {(follows.id, (2,))}

@@ -143,7 +143,7 @@ def test_what_wants_exactly_one_version_leaves_at_the_switch(
         client.wait(submit(client, [beside], 24)[0], 60)  # the two get their tokens meanwhile
         report = publisher.publish(version + 1, load_file(versions[2])).wait(60)
         assert (report.state, report.workers) == ("committed", (worker.worker_id,))
-        client.stop(exact)
+        client.stop([exact])
         (kept,), (crossed,) = client.wait(exact, 60), client.wait(crossing, 120)
         assert (crossed.versions, bool(crossed.in_place)) == ((version, version + 1), True)
         assert (kept.versions, kept.finish_reason) == ((version,), "abort")
