@@ -66,6 +66,7 @@ def alone(function: Callable[..., None], name: str) -> Any:
 EXTRA_OF = {
     **dict.fromkeys(("psutil", "safetensors", "transformers"), "worker"),
     **dict.fromkeys(("sglang", "torch"), "sglang"),
+    **dict.fromkeys(("orjson", "sse_starlette", "starlette", "uvicorn"), "gateway"),
     **{"matplotlib": "demo", "pyarrow": "parquet", "zstandard": "journal", "rq": "ops", "prometheus_client": "metrics"},
 }
 """Libraries that some commands import -> what brings them. Other errors of missing libraries say it themselves."""

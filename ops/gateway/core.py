@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,30 +73,52 @@ class Core:
                 self.gone.add(member.core.client_id)
                 await member.close()
 
-    async def run(self, tenant: str, jobs: Sequence[GenerateJob], keep: Keep | None = None) -> list[Group]:
-        """What came of each job. A call that is cancelled cancels its jobs. Raises PoolBusy and InvalidField."""
-        member = await self.member(tenant)
-        try:
+    async def run(
+        self, tenant: str, jobs: Sequence[GenerateJob], keep: Keep | None = None, owner: str = ""
+    ) -> list[Group]:
+        """What came of each job. A call that is cancelled cancels its jobs.
+
+        owner: the client that has to run them; another one could not keep what comes. Raises PoolBusy and InvalidField,
+        and Refused if others have inherited from this gateway.
+        """
+        member = await self._owned(tenant, owner)
+        with self._left(member):
             groups = await run(member.core, [self._near(tenant, job) for job in jobs], ROOM_S, keep)
-        except RolloutMQError:
-            if member.core.client_id in self.gone:
-                raise Refused(503, "gateway_left", "This gateway was replaced. Ask again.", retry_after_s=1) from None
-            raise
         self._note(tenant, groups)
         return groups
 
-    async def stream(self, tenant: str, jobs: Sequence[GenerateJob], keep: Keep | None = None) -> Stream:
-        """Begin jobs whose tokens are wanted as they come. Raises what `run` raises, before anything is streamed."""
+    async def _owned(self, tenant: str, owner: str) -> Member:
         member = await self.member(tenant)
+        if owner not in {"", member.core.client_id}:
+            raise _replaced()
+        return member
+
+    @contextlib.contextmanager
+    def _left(self, member: Member) -> Iterator[None]:
+        """Whatever goes wrong because others have inherited from this client is told as that."""
+        try:
+            yield
+        except RolloutMQError:
+            if not member.core.reader.over:
+                raise
+            self.gone.add(member.core.client_id)
+            raise _replaced() from None
+
+    async def stream(
+        self, tenant: str, jobs: Sequence[GenerateJob], keep: Keep | None = None, owner: str = ""
+    ) -> Stream:
+        """Begin jobs whose tokens are wanted as they come. Raises what `run` raises, before anything is streamed."""
+        member = await self._owned(tenant, owner)
         streamed = [self._near(tenant, job).model_copy(update={"stream": True}) for job in jobs]
-        handles = await member.core.submit_many(streamed, ROOM_S)
+        with self._left(member):
+            handles = await member.core.submit_many(streamed, ROOM_S)
 
         async def kept(groups: list[Group]) -> None:
             if keep is not None:
                 await keep(groups)
             self._note(tenant, groups)
 
-        return Stream(member, handles, kept)
+        return Stream(member, handles, kept, self._left)
 
     def _near(self, tenant: str, job: GenerateJob) -> GenerateJob:
         """The job, which prefers the worker that has the beginning of its session in its cache."""
@@ -111,25 +133,38 @@ class Core:
                 self._workers.note((tenant, sample.session_id), sample.worker_id)
 
 
+def _replaced() -> Refused:
+    return Refused(
+        503, "gateway_left", "Others took this gateway for dead, and have its work. Ask again.", retry_after_s=1
+    )
+
+
 class Stream:
     """The tokens of jobs as they come. It goes on by itself until the jobs have ended, or `task` is cancelled."""
 
-    def __init__(self, member: Member, handles: Sequence[Handle], keep: Keep) -> None:
-        self._member, self._handles, self._keep = member, handles, keep
+    def __init__(
+        self,
+        member: Member,
+        handles: Sequence[Handle],
+        keep: Keep,
+        left: Callable[[Member], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._member, self._handles, self._keep, self._left = member, handles, keep, left
         self._held: list[HandOut] = []
         self._came: asyncio.Queue[Delta | None] = asyncio.Queue(64)
         self._heard = True
         self.task = asyncio.create_task(self._work())
 
     async def deltas(self, *, stay: bool) -> AsyncGenerator[Delta]:
-        """All jobs' deltas, and the end when all is kept. Raises JobFailed.
+        """All jobs' deltas, and the end when all is kept. Raises JobFailed and Refused.
 
         stay: whether the jobs go on if nobody listens any more; else they are cancelled.
         """
         try:
             while (delta := await self._came.get()) is not None:
                 yield delta
-            await self.task
+            with self._left(self._member):
+                await self.task
         finally:
             if not self.task.done():
                 self._heard = False

@@ -96,7 +96,7 @@ class Gateway:
         if request.state != "new":
             return _deltas(await call.unless_gone(self._wait(call, jobs, request)))
         try:
-            stream = await self.core.stream(tenant, named(request, jobs), self._keep(request))
+            stream = await self.core.stream(tenant, named(request, jobs), self._keep(request), request.owner)
         except BaseException:
             await self.requests.drop(request)
             raise
@@ -140,7 +140,9 @@ class Gateway:
         """Run a request that is new, whoever waits for it."""
 
         async def work() -> Answer:
-            return _answer(await self.core.run(request.tenant, named(request, jobs), self._keep(request)))
+            return _answer(
+                await self.core.run(request.tenant, named(request, jobs), self._keep(request), request.owner)
+            )
 
         return self._mine(request, work())
 

@@ -57,8 +57,8 @@ Later = Callable[[], Any]
 class Events(EventSourceResponse):
     """Server-sent events. However the response ends, their source is closed."""
 
-    def __init__(self, source: AsyncGenerator[dict[str, str]], headers: dict[str, str]) -> None:
-        super().__init__(source, headers=headers, sep="\n", ping=PING_S)
+    def __init__(self, source: AsyncGenerator[dict[str, str]]) -> None:
+        super().__init__(source, sep="\n", ping=PING_S)
         self._source = source
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -69,10 +69,10 @@ class Events(EventSourceResponse):
             await self._source.aclose()
 
 
-def as_json(body: Any, status: int = 200, headers: dict[str, str] | None = None, then: Later | None = None) -> Response:
+def as_json(body: Any, status: int = 200, then: Later | None = None) -> Response:
     """A JSON response. then: a coroutine function, awaited when it is sent."""
     task = BackgroundTask(then) if then is not None else None
-    return Response(orjson.dumps(body), status, headers, "application/json", task)
+    return Response(orjson.dumps(body), status, media_type="application/json", background=task)
 
 
 class OpenAIDoor:
@@ -114,14 +114,14 @@ class OpenAIDoor:
                 return await self._enqueue(call, request, admission)
             if request.stream:
                 deltas = await gateway.stream(call, request.jobs)
-                return Events(self._events(call, _as_run(call, request), deltas, admission), admission.headers)
+                return Events(self._events(call, _as_run(call, request), deltas, admission))
             results = await gateway.results(call, request.jobs)
         except BaseException:
             admission.settle(0)
             raise
         answer = response(_as_run(call, request), results, *await self._decoding())
         admission.settle(answer["usage"]["total_tokens"])
-        return as_json(answer, headers=admission.headers, then=partial(gateway.delivered, call))
+        return as_json(answer, then=partial(gateway.delivered, call))
 
     async def _read(self, call: Call, kind: str) -> Request:
         """The request in a body. Raises InvalidField, and Refused for a model that is not here."""
@@ -186,7 +186,7 @@ class OpenAIDoor:
             self._gateway.run(begun, request.jobs).add_done_callback(lambda _: admission.settle())
         else:
             admission.settle(0)
-        return as_json({"id": begun.id, "object": "request", "status": "queued"}, 202, admission.headers)
+        return as_json({"id": begun.id, "object": "request", "status": "queued"}, 202)
 
     async def _fetch(self, http: Http) -> Response:
         begun = await self._begun(http)
@@ -236,7 +236,7 @@ class OpenAIDoor:
             used = answer["usage"]["total_tokens"]
         finally:
             admission.settle(used or 0)
-        return as_json(answer, headers=admission.headers)
+        return as_json(answer)
 
     async def _models(self, http: Http) -> Response:
         self._tenant(http)

@@ -13,7 +13,7 @@ import logging
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -39,7 +39,7 @@ _SAID = {
 
 @dataclass(eq=False)
 class Admission:
-    """A request that may run. headers: OpenAI's `x-ratelimit-…`, for its answer.
+    """A request that may run.
 
     Call `settle` when it has ended, with the tokens of its prompt and its answers; without them it stays charged the
     most that it could cost. Further calls change nothing.
@@ -49,7 +49,6 @@ class Admission:
     request: str
     tokens: int
     day: int
-    headers: dict[str, str] = field(default_factory=dict)
     used: int | None = None
     ended: bool = False
 
@@ -78,20 +77,19 @@ class Quotas:
         request, tokens = secrets.token_hex(8), min(tokens, MOST)
         call = calls.admit(tenant.name, request, tokens, *limits, int(LEASE_S * 1000))
         try:
-            verdict, wait_ms, requests_left, tokens_left, day = await self._scripts.run(call)
+            verdict, wait_ms, day = await self._scripts.run(call)
         except RedisError as error:
             log.warning("no request of %s can be counted: %s", tenant.name, error)
             text = "The pool's Redis does not answer, so this request cannot be counted."
             raise Refused(503, "service_unavailable", text, retry_after_s=5) from None
-        headers = _headers(rates, (requests_left, tokens_left))
         name = verdict.decode()
         if name == "ok":
-            admission = Admission(tenant.name, request, tokens, day, headers)
+            admission = Admission(tenant.name, request, tokens, day)
             self._open.add(admission)
             return admission
         text = _SAID[name].format(getattr(tenant, name), tokens=tokens)
         code = "insufficient_quota" if name == "tokens_per_day" else "rate_limit_exceeded"
-        raise Refused(429, code, text, retry_after_s=wait_ms / 1000, headers=headers)
+        raise Refused(429, code, text, retry_after_s=wait_ms / 1000)
 
     async def settle(self, *, renew: bool = False) -> None:
         """Tell Redis of what has ended, and with `renew` of what runs. Raises RedisError; it may be called again."""
@@ -127,12 +125,3 @@ class Quotas:
                 await self.settle(renew=tick % int(LEASE_S / 3 / SETTLE_S) == 0)
             except RedisError as error:
                 log.warning("Redis does not hear which requests have ended, and will: %s", error)
-
-
-def _headers(rates: tuple[int, int], left: tuple[int, int]) -> dict[str, str]:
-    """What OpenAI's clients read about their rates."""
-    found: dict[str, str] = {}
-    for name, rate, rest in zip(("requests", "tokens"), rates, left, strict=True):
-        if rate:
-            found |= {f"x-ratelimit-limit-{name}": str(rate), f"x-ratelimit-remaining-{name}": str(rest)}
-    return found

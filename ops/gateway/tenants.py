@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from ...messages import ConfigError
@@ -144,9 +143,9 @@ def _read(path: Path) -> tuple[Tenant, ...]:
     except ValidationError as error:
         first = error.errors(include_input=False, include_context=False)[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         found = re.search(r"line \d+(, column \d+)?", str(error))
-        why = f"it is no {path.suffix[1:].upper()} ({found[0] if found else 'not readable'})"
+        why = f"it is no TOML ({found[0] if found else 'not readable'})"
     raise ConfigError(f"file of keys {path}: {why}")
 
 
@@ -156,10 +155,9 @@ def _checked(path: Path) -> tuple[Tenant, ...]:
     if mode & 0o037:
         allowed = "Only its owner may write it, and others than its group may not read it"
         raise ConfigError(f"its mode is {mode:04o}. {allowed}: chmod 640 {path} (defaultMode: 0440 for a Secret)")
-    if len(data) > MAX_FILE_BYTES or path.suffix not in {".toml", ".yaml", ".yml"}:
-        raise ConfigError(f"its name must end with .toml, .yaml or .yml, and it has {MAX_FILE_BYTES} bytes at most")
-    load = tomllib.loads if path.suffix == ".toml" else yaml.safe_load
-    told = _File.model_validate(load(data.decode()) or {})
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"it has {MAX_FILE_BYTES} bytes at most")
+    told = _File.model_validate(tomllib.loads(data.decode()))
     tenants = [Tenant(name=name, **entry.model_dump()) for name, entry in told.tenants.items()]
     tenants += [Tenant(name="admin", keys=told.admin, admin=True)] if told.admin else []
     digests = [digest for tenant in tenants for digest in tenant.keys]

@@ -2,7 +2,7 @@
 -- charged as the most that it can cost, and `settle` gives back what it did not use. Who asked already pays nothing.
 -- ARGV: prefix, tenant, request, tokens, requests_per_minute, tokens_per_minute, tokens_per_day, max_running, lease_ms
 -- A limit of 0 is none. lease_ms: so long it counts as running.
--- Returns {ok or the limit that is reached, ms to wait, requests left, tokens left, day}.
+-- Returns {ok or the limit that is reached, ms to wait, day}.
 local spent, running = KEY.spent .. ARGV[2], KEY.admitted .. ARGV[2]
 local request, tokens = ARGV[3], whole(ARGV[4]) or 0
 local per_minute, tokens_per_minute, per_day, max_running = whole(ARGV[5]), whole(ARGV[6]), whole(ARGV[7]), whole(ARGV[8])
@@ -18,9 +18,7 @@ end
 local requests, owed = debt(f[2], per_minute), debt(f[3], tokens_per_minute)
 local used = f[4] == tostring(day) and whole(f[5]) or 0
 
-local function answer(verdict, wait)
-  return {verdict, math.ceil(wait), math.floor(math.max(0, per_minute - requests)), math.floor(math.max(0, tokens_per_minute - owed)), day}
-end
+local function answer(verdict, wait) return {verdict, math.ceil(wait), day} end
 redis.call('ZREMRANGEBYSCORE', running, '-inf', now)
 if redis.call('ZSCORE', running, request) then return answer('ok', 0) end
 if max_running > 0 and redis.call('ZCARD', running) >= max_running then return answer('max_running', 1000) end

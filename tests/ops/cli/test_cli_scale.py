@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from support.pools import scripted_worker
@@ -76,9 +77,16 @@ async def test_the_lock_of_a_scaler_that_looks_rarely_lasts_until_its_next_look(
         await ended(process)
 
 
+async def serves(client: httpx.AsyncClient, openai: str) -> bool:
+    try:
+        return (await client.get(f"{openai.removesuffix('/v1')}/health")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 async def test_up_runs_a_whole_pool_until_ctrl_c(redis_db: str, tmp_path: Path) -> None:
     said = tmp_path / "said"
-    arguments = ("up", "--workers", "2", "--port", "0", "--exporter-port", "0")
+    arguments = ("up", "--workers", "2", "--port", "0", "--exporter-port", "0", "--gateway-port", "0")
     async with program(redis_db, said, *arguments) as process:
         await eventually(lambda: "ready: 2 serve" in said.read_text(), 60, "all serve")
         text = said.read_text()
@@ -86,6 +94,13 @@ async def test_up_runs_a_whole_pool_until_ctrl_c(redis_db: str, tmp_path: Path) 
         assert f"--redis {url}" in text
         metrics = re.search(r"^metrics +http://127\.0\.0\.1:\d+/metrics$", text, re.MULTILINE)
         assert metrics is not None, text
+        (openai,) = re.findall(r"^openai +(\S+)$", text, re.MULTILINE)
+        assert f'OpenAI(base_url="{openai}"' in text
+        body = {"prompt": [1, 2], "max_tokens": 3, "return_token_ids": True}
+        async with httpx.AsyncClient(timeout=60) as client:
+            await eventually(lambda: serves(client, openai), 60, "the gateway serves")
+            answer = await client.post(f"{openai}/completions", json=body)
+            assert len(answer.json()["choices"][0]["token_ids"]) == 3
         async with connect(url) as redis:
             broker = Broker(redis, "default")
             await broker.enqueue([job()])
@@ -98,7 +113,9 @@ async def test_up_runs_a_whole_pool_until_ctrl_c(redis_db: str, tmp_path: Path) 
 @pytest.mark.slow
 async def test_up_ends_when_its_redis_does(redis_db: str, tmp_path: Path) -> None:
     said = tmp_path / "said"
-    async with program(redis_db, said, "up", "--workers", "1", "--port", "0", "--exporter-port", "0") as process:
+    async with program(
+        redis_db, said, "up", "--workers", "1", "--port", "0", "--exporter-port", "0", "--gateway-port", "0"
+    ) as process:
         await eventually(lambda: "ready: 1 serve" in said.read_text(), 60, "it serves")
         (server,) = [one for one in psutil.Process(process.pid).children() if "worker" not in " ".join(one.cmdline())]
         server.kill()

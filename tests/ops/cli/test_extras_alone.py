@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 from support.extras import command, hidden
 
@@ -37,6 +40,7 @@ def test_a_command_runs_with_its_extra_alone(extra: str, words: list[str], redis
     [
         ("cli", ["ops", "list", *REDIS], "rolloutmq[ops]"),
         ("cli", ["exporter", *REDIS], "rolloutmq[metrics]"),
+        ("cli", ["gateway", *REDIS], "rolloutmq[gateway]"),
         ("cli", ["tiny-model", "{folder}/model"], "rolloutmq[sglang]"),
         ("cli", ["worker", "--model", "{folder}", *REDIS], "rolloutmq["),
         ("cli", ["demo"], "rolloutmq["),
@@ -67,3 +71,16 @@ def test_what_an_extra_does_not_bring_is_hidden() -> None:
     assert {"torch", "psutil", "rq", "zstandard"} <= set(hidden(("cli",)))
     assert not {"typer", "redis", "numpy", "rich", "yaml"} & set(hidden(("cli",)))
     assert "rq" not in hidden(("ops",))
+
+
+def test_the_gateway_serves_with_its_extra_alone(redis_url: str) -> None:
+    told = command(["gateway"], "gateway", "--redis", redis_url, "--port", "0", "--json")
+    with subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as gateway:
+        assert gateway.stdout is not None
+        url = json.loads(gateway.stdout.readline())["url"]
+        answer = httpx.get(f"{url.removesuffix('/v1')}/health", timeout=30)
+        gateway.send_signal(signal.SIGINT)
+        _, said = gateway.communicate(timeout=60)
+    assert (answer.status_code, answer.json()["ready"]) == (503, False)  # there is no worker
+    assert gateway.returncode == 0, said
+    assert "Traceback" not in said

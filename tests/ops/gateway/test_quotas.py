@@ -65,11 +65,11 @@ async def test_who_has_no_limits_costs_redis_nothing(redis: Redis, gateways: lis
 async def test_requests_per_minute_over_two_gateways(redis: Redis, gateways: list[Quotas]) -> None:
     tenant = Tenant(requests_per_minute=60)
     admitted = [await gateways[number % 2].admit(tenant, 5) for number in range(60)]
-    assert admitted[0].headers == {"x-ratelimit-limit-requests": "60", "x-ratelimit-remaining-requests": "59"}
+    assert all(one.request for one in admitted)
     for one in gateways:
         error = await refused(one, tenant)
         assert (error.status, error.code, error.kind) == (429, "rate_limit_exceeded", "rate_limit_error")
-        assert (error.headers["retry-after"], error.headers["x-ratelimit-remaining-requests"]) == ("1", "0")
+        assert error.headers["retry-after"] == "1"
     await later(redis, 10)
     for _ in range(10):
         await gateways[0].admit(tenant, 5)
@@ -86,7 +86,6 @@ async def test_tokens_per_minute_are_charged_before_and_what_was_not_used_comes_
     assert 5 <= int(error.headers["retry-after"]) <= 6  # 100 tokens too many
     await end(gateways[0], first, used=100)
     second = await gateways[1].admit(tenant, 800)
-    assert 100 <= int(second.headers["x-ratelimit-remaining-tokens"]) < 200
     await end(gateways[0], first, used=0)  # a second time changes nothing
     await end(gateways[0], second, used=0)  # nor by another gateway, which does not know of it
     assert await owed(redis, "tokens") > 800
