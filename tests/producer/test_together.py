@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from redis.exceptions import ConnectionError as RedisGone
 from support.pools.pool import eventually
 from support.specimens.messages import tokens
