@@ -8,6 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from .inbox import (
     JobHandle,
     LeftLoops,
     ReplyReader,
+    Together,
     as_failure,
     as_group,
     own_context,
@@ -83,6 +85,7 @@ class ClientCore:
         self.inbox.freed, self.inbox.moved = self.reader.wake, self.reader.wake_for
         self.waits = Waits(self.broker)
         self.left_loops = LeftLoops()
+        self._enqueue = {part: Together(partial(enqueued_together, part)) for part in self.broker.parts}
         self._opening = asyncio.Lock()
         self._finishing: set[asyncio.Task[None]] = set()
         self._beside: set[asyncio.Task[None]] = set()
@@ -187,7 +190,11 @@ class ClientCore:
         frames: Frames | None = None if self.journal is None else []
         answers: list[str] = []
         try:
-            answers, busy = await enqueued(self.broker, sent, frames)
+            part = next((it for it in self._enqueue if all(it.has(job.id) for job in sent)), None)
+            if part is not None and frames is None:
+                answers, busy = await self._enqueue[part](sent)
+            else:
+                answers, busy = await enqueued(self.broker, sent, frames)
         finally:
             accepted = [place for place, state in enumerate(answers) if state]
             if self.journal is not None and frames is not None:
@@ -334,6 +341,23 @@ async def enqueued(broker: Broker, jobs: Sequence[Any], frames: Frames | None = 
         return await broker.enqueue(jobs, frames=frames), None
     except PoolBusy as busy:
         return [*busy.states, *("q" if place in busy.beyond else "" for place in range(busy.accepted, len(jobs)))], busy
+
+
+async def enqueued_together(broker: Broker, asked: Sequence[Sequence[Any]]) -> list[Sent | Exception]:
+    """`enqueued` of several calls, each with jobs of its own, as if each had come alone."""
+    found: list[Sent | Exception] = []
+    while left := asked[len(found) :]:
+        try:
+            states, busy = await enqueued(broker, [job for jobs in left for job in jobs])
+        except InvalidField as refused:  # a job of one of them: what is in already stays there when it comes again
+            alone = [await enqueued_together(broker, [jobs]) for jobs in left] if len(left) > 1 else [[refused]]
+            return found + [one for only in alone for one in only]
+        for jobs in left:
+            mine, states = states[: len(jobs)], states[len(jobs) :]
+            found.append((mine, None if all(mine) else busy))
+            if not all(mine):
+                break  # behind it may be smaller ones, for which there is room
+    return found
 
 
 async def send_all(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 from redis.asyncio import Redis
@@ -297,18 +297,21 @@ class Broker:
         jobs = frozenset(text(fields.get(ENTRY.job.encode())) for _, fields in entries)
         return News(entries[-1][0].decode() if entries else after, jobs, len(entries) >= NEWS_COUNT)
 
-    async def read_pieces(self, job_id: str, wanted: Mapping[int, int]) -> dict[int, list[bytes]]:
-        """The saved pieces of unfinished samples. Each sample is mapped to the number of its first piece to read.
+    async def read_pieces(
+        self, asked: Sequence[tuple[str, Mapping[int, int]]]
+    ) -> list[dict[int, list[bytes]] | Exception]:
+        """The saved pieces of unfinished samples of several jobs, or why those of a job cannot be read.
 
-        Returns at most PIECES_COUNT encoded pieces for each sample, in order, all read at one moment.
+        Each sample is mapped to the number of its first piece to read. Returns at most PIECES_COUNT encoded pieces for
+        each sample, in order, all read at one moment.
         """
-        samples = list(wanted)
         async with self.redis.pipeline(transaction=False) as pipe:
-            for sample in samples:
-                numbers = range(wanted[sample], wanted[sample] + PIECES_COUNT)
-                pipe.hmget(self.keys.job(job_id), [piece_field(sample, number) for number in numbers])
-            rows = await pipe.execute()
-        return {it: list(takewhile(lambda one: one is not None, row)) for it, row in zip(samples, rows, strict=True)}
+            for job_id, wanted in asked:
+                for sample, first in wanted.items():
+                    numbers = range(first, first + PIECES_COUNT)
+                    pipe.hmget(self.keys.job(job_id), [piece_field(sample, number) for number in numbers])
+            rows = iter(await pipe.execute(raise_on_error=False))
+        return [_pieces(wanted, list(islice(rows, len(wanted)))) for _, wanted in asked]
 
     async def count_replies(self, client_id: str) -> int:
         """Entries on a client's reply stream."""
@@ -365,3 +368,9 @@ class Broker:
                 with contextlib.suppress(MessageError):
                     statuses += [decode(blob, WorkerStatus)] if blob else []
         return statuses
+
+
+def _pieces(samples: Iterable[int], rows: Sequence[Any]) -> dict[int, list[bytes]] | Exception:
+    if refused := next((row for row in rows if isinstance(row, Exception)), None):
+        return refused
+    return {it: list(takewhile(lambda one: one is not None, row)) for it, row in zip(samples, rows, strict=True)}

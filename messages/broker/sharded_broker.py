@@ -119,8 +119,11 @@ class ShardedBroker(Broker):
 
         return dict(zip(job_ids, await self._routed(job_ids, of), strict=True))
 
-    async def read_pieces(self, job_id: str, wanted: Mapping[int, int]) -> dict[int, list[bytes]]:
-        return await self._parts[shard_of(job_id, len(self._parts))].read_pieces(job_id, wanted)
+    async def read_pieces(
+        self, asked: Sequence[tuple[str, Mapping[int, int]]]
+    ) -> list[dict[int, list[bytes]] | Exception]:
+        wanted = dict(asked)
+        return await self._routed(list(wanted), lambda part, ids: part.read_pieces([(it, wanted[it]) for it in ids]))
 
     async def count_replies(self, client_id: str) -> int:
         return sum(await every(part.count_replies(client_id) for part in self._parts))

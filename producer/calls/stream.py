@@ -16,7 +16,7 @@ from ...messages.broker import PIECES_COUNT
 from ...messages.errors import JobFailed, MessageError
 from ...messages.model import GenerateJob, JobFailure, Partial, RolloutResult, Segment, cut_segments, join_segments
 from ..core import ClientCore, nothing_left
-from ..inbox import Handle, HandOut, News
+from ..inbox import Handle, HandOut, News, Together
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class Streams:
 
     def __init__(self, core: ClientCore) -> None:
         self._core = core
+        self._read = {part: Together(part.read_pieces) for part in core.broker.parts}
         self._news = News(core.shards, core.client_id, core.reader.wake_for)
 
     async def close(self) -> None:
@@ -108,8 +109,9 @@ class Streams:
     async def _saved(self, job_id: str, watched: dict[int, Watched]) -> AsyncIterator[Delta]:
         """Deltas of what is saved of these samples and was not shown."""
         look = list(watched)
+        read = next(read for part, read in self._read.items() if part.has(job_id))
         while look:
-            found = await self._core.broker.read_pieces(job_id, {sample: watched[sample].place for sample in look})
+            found = await read((job_id, {sample: watched[sample].place for sample in look}))
             look = []
             for sample, pieces in found.items():
                 delta, more = watched[sample].take(pieces)

@@ -6,6 +6,7 @@ from .inbox import Inbox
 from .news import News
 from .outcomes import OPEN_STATES, Group, Handle, JobHandle, Outcome, as_failure, as_group
 from .replies import ReplyReader
+from .together import Together
 from .tracked import FAILURE
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "News",
     "Outcome",
     "ReplyReader",
+    "Together",
     "as_failure",
     "as_group",
     "calling_code",

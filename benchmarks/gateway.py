@@ -1,0 +1,424 @@
+"""`python -m benchmarks gateway`: what the pool's HTTP costs, and how much of it one process carries.
+
+`limit`: requests/s of one gateway before an engine that answers at once, and the time that a request takes longer than
+the same job of a RolloutClient, at a tenth of that. `streams`: many open streams on one gateway. `engine`: tokens/s
+through the gateway, through the client, and through SGLang's own server, with a real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+
+from rolloutmq import BlockingRolloutClient, GenerateJob, RolloutClient, RolloutResult, SamplingParams
+from rolloutmq.messages.errors import ConfigError
+from rolloutmq.ops.flags import as_config, parse_extra
+from rolloutmq.ops.redis import EmbeddedRedis
+from rolloutmq.ops.tiny_model import write_tiny_model
+from rolloutmq.worker.cpu_support import gpu_found, prepare_engine
+from rolloutmq.worker.sglang import SGLangConfig
+from rolloutmq.worker.sglang.config import server_arguments
+
+from .harness import Run, names, option, turns
+from .parts import BenchFailed, Part
+from .sync.shapes import one_shape
+from .workers import working
+
+POOL = "bench"
+PROMPT = 64
+"""Tokens of each prompt; each is random, so no cache has any."""
+VOCAB = 250
+WAIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    parts: str = option("limit,streams", "Some of limit, streams, engine.")
+    rounds: int = option(3, "Rounds of each side, taken in turns.", min=1)
+    requests: int = option(3000, "Requests in a round of limit.", min=10)
+    connections: int = option(64, "Requests at the same time in it.", min=1)
+    seconds: float = option(20.0, "Seconds of a round of latency.", min=1)
+    answer: int = option(64, "Tokens of an answer of limit.", min=1)
+    streams: int = option(2000, "Open streams.", min=1)
+    stream_s: float = option(30.0, "How long each of them takes, at two tokens a second.", name="stream", min=1)
+    model: str | None = option(None, "For engine; default: the tiny model.")
+    shape: str | None = option(None, "For engine: random weights of this shape instead: 0.6b, 4b, 8b, …")
+    prompts: int = option(1024, "For engine: prompts in a round.", min=1)
+    max_running: int = option(256, "For engine: answers at the same time.", min=1)
+    max_new_tokens: int = option(512, "For engine: tokens of each answer.", min=1)
+    sglang: list[str] = option([], "For engine: further SGLang argument, NAME=JSON; repeatable.")
+
+
+def measure(plan: Plan, run: Run) -> dict[str, Any]:
+    """One gateway: its limit and latency, many streams, and tokens/s beside the pool's client and SGLang's server."""
+    parts, figures = names("--parts", plan.parts, ("limit", "streams", "engine")), dict[str, Any]()
+    if "limit" in parts:
+        figures |= _limit(plan, run)
+    if "streams" in parts:
+        figures |= _streams(plan, run)
+    if "engine" in parts:
+        figures |= _engine(plan, run)
+    return figures
+
+
+# --- the gateway ------------------------------------------------------------------------------------------------------
+
+
+class Served(psutil.Process):
+    """A gateway's process. port: where it listens."""
+
+    port = 0
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all its threads so far."""
+        times = self.cpu_times()
+        return float(times.user + times.system)
+
+
+@contextlib.contextmanager
+def serving(url: str, tokenizer: Path) -> Iterator[Served]:
+    """`rolloutmq gateway` as users start it, with its log in a file."""
+    command = [sys.executable, "-m", "rolloutmq.ops.entry", "gateway", f"--redis={url}", f"--pool={POOL}"]
+    command += ["--tokenizer", str(tokenizer)] if (tokenizer / "tokenizer.json").exists() else []
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen([*command, "--port=0", "--json"], stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
+        assert process.stdout is not None
+        if not (line := process.stdout.readline()):
+            log.seek(0)
+            raise BenchFailed(f"the gateway ended: {log.read()[-2000:].decode(errors='replace')}")
+        served = Served(process.pid)
+        served.port = int(json.loads(line)["url"].rpartition(":")[2].partition("/")[0])
+        yield served
+        process.kill()  # it has nothing to hand over
+
+
+@contextlib.contextmanager
+def scripted(run: Run, tokens_per_s: float | None = None, running: int = 4096) -> Iterator[tuple[str, Served]]:
+    """A Redis, a worker with the scripted engine, and a gateway: its URL and process."""
+    with EmbeddedRedis() as redis, tempfile.TemporaryDirectory() as model:
+        write_tiny_model(Path(model))
+        config = {"redis_url": redis.url, "pool": POOL, "max_running": running}
+        with Part(_work, config, {"tokens_per_s": tokens_per_s}) as worker, serving(redis.url, Path(model)) as gateway:
+            worker.line()
+            run.say("a scripted worker and a gateway are up")
+            yield redis.url, gateway
+
+
+def _work(config: dict[str, Any], engine: dict[str, Any]) -> None:
+    from .crowd import work
+
+    work(1, config, engine)
+
+
+# --- load: each of these runs in a process of its own and prints what it found ----------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """count: of requests. at_once: so many of them, or as they come at `rate` a second (Poisson). tokens: of an answer.
+    where: "pool", "gateway" or "sglang". at: its URL or port."""
+
+    where: str
+    at: str
+    count: int
+    tokens: int
+    at_once: int = 0
+    rate: float = 0.0
+    stream: bool = False
+    seed: int = 0
+
+    def prompts(self) -> list[list[int]]:
+        draw = random.Random(f"{self.where}{self.stream}{self.seed}")
+        return [draw.choices(range(VOCAB), k=PROMPT) for _ in range(self.count)]
+
+
+def drive(given: dict[str, Any]) -> None:
+    """Ask for all answers of a Load, check each, and print how long they took."""
+    print(json.dumps(asyncio.run(_drive(Load(**given)))))
+
+
+async def _drive(load: Load) -> dict[str, Any]:
+    async with contextlib.AsyncExitStack() as stack:
+        ask = await (_pool if load.where == "pool" else _http)(load, stack)
+        await ask([1] * PROMPT)  # opens connections, loads what is loaded late
+        took, one_more = [0.0] * load.count, asyncio.Semaphore(load.at_once or load.count)
+        draw, began, cpu = random.Random(load.seed), time.perf_counter(), time.process_time()
+
+        async def one(place: int, prompt: list[int], due: float) -> None:
+            async with one_more:
+                came = due or time.perf_counter()
+                if (found := await ask(prompt)) != load.tokens:
+                    raise SystemExit(f"{found} tokens came back, {load.tokens} were asked for")
+                took[place] = time.perf_counter() - came
+
+        tasks, due = list[asyncio.Task[None]](), 0.0
+        for place, prompt in enumerate(load.prompts()):
+            if load.rate:
+                due = (due or began) + draw.expovariate(load.rate)
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            tasks.append(asyncio.create_task(one(place, prompt, due)))
+        await asyncio.gather(*tasks)
+        seconds = time.perf_counter() - began
+    cuts = statistics.quantiles(took, n=100)
+    found = {"seconds": seconds, "cpu": time.process_time() - cpu, "tokens": load.count * load.tokens}
+    return found | {"p50_ms": cuts[49] * 1000, "p99_ms": cuts[98] * 1000}
+
+
+Ask = Callable[[list[int]], Awaitable[int]]
+"""The tokens that came back for a prompt."""
+
+
+async def _pool(load: Load, stack: contextlib.AsyncExitStack) -> Ask:
+    client = await stack.enter_async_context(RolloutClient(load.at, POOL, max_outstanding=1 << 20))
+    sampling = SamplingParams(max_new_tokens=load.tokens, ignore_eos=True)
+
+    async def ask(prompt: list[int]) -> int:
+        job = await client.submit(GenerateJob(token_ids=prompt, sampling=sampling))
+        return sum(len(found.token_ids) for found in await client.wait(job) if isinstance(found, RolloutResult))
+
+    return ask
+
+
+async def _http(load: Load, _: contextlib.AsyncExitStack) -> Ask:
+    """Token ids in, ids and log-probabilities out. Connections are kept."""
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    path = "/generate" if load.where == "sglang" else "/v1/completions"
+    head = f"POST {path} HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: "
+
+    async def ask(prompt: list[int]) -> int:
+        body = orjson.dumps(_body(load, prompt))
+        reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", int(load.at), limit=1 << 24)
+        writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)
+        found = await _answer(reader)
+        idle.append((reader, writer))
+        return _tokens(load, found)
+
+    return ask
+
+
+def _body(load: Load, prompt: list[int]) -> dict[str, Any]:
+    if load.where == "sglang":
+        params = {"max_new_tokens": load.tokens, "ignore_eos": True}
+        return {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "stream": load.stream}
+    more = {"logprobs": 0, "return_token_ids": True, "stream": load.stream}
+    return {"prompt": prompt, "max_tokens": load.tokens, "ignore_eos": True, **more}
+
+
+async def _answer(reader: asyncio.StreamReader) -> bytes:
+    status, *lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+    headers = {name: value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+    found = []
+    if b"content-length" in headers:
+        found.append(await reader.readexactly(int(headers[b"content-length"])))
+    else:
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            found.append((await reader.readexactly(size + 2))[:-2])
+        await reader.readexactly(2)
+    if b" 200 " not in status:
+        raise SystemExit(f"{status.decode()}: {b''.join(found)[:500].decode(errors='replace')}")
+    return b"".join(found)
+
+
+def _tokens(load: Load, answer: bytes) -> int:
+    if not load.stream:
+        told = orjson.loads(answer)
+        return len(told["output_ids"]) if load.where == "sglang" else len(told["choices"][0]["token_ids"])
+    events = [line[6:] for line in answer.split(b"\n") if line.startswith(b"data: ")]
+    if events[-1] != b"[DONE]":
+        raise SystemExit(f"a stream ended with {events[-1][:500]!r}")
+    chunks = [orjson.loads(one) for one in events[:-1]]
+    if load.where == "sglang":
+        return int(chunks[-1]["meta_info"]["completion_tokens"])
+    if chunks[-1]["choices"][0]["finish_reason"] != "length":
+        raise SystemExit(f"a stream ended with {events[-2][:500]!r}")
+    return sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks)
+
+
+def _run(load: Load) -> dict[str, Any]:
+    with Part(drive, {name: getattr(load, name) for name in load.__dataclass_fields__}) as part:
+        found: dict[str, Any] = part.answer()
+    return found
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def _limit(plan: Plan, run: Run) -> dict[str, Any]:
+    rates, costs, shares = [], [], []
+    with scripted(run) as (url, gateway):
+        at = str(gateway.port)
+        _run(Load("gateway", at, plan.connections, plan.answer, plan.connections, seed=-1))
+        for number in range(plan.rounds):
+            cpu = gateway.cpu_s()
+            found = _run(Load("gateway", at, plan.requests, plan.answer, plan.connections, seed=number))
+            cpu = gateway.cpu_s() - cpu
+            rates.append(plan.requests / found["seconds"])
+            costs.append(cpu / plan.requests * 1e6)
+            shares.append(cpu / found["seconds"])
+            run.say(f"{rates[-1]:,.0f} requests/s, {costs[-1]:,.0f} µs of the gateway's CPU each")
+        rate, sides = statistics.median(rates) / 10, {"pool": url, "gateway": at}
+        times: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+        for number, in_turn in turns([*sides], plan.rounds):
+            for side in in_turn:
+                count = max(100, int(rate * plan.seconds))
+                found = _run(Load(side, sides[side], count, plan.answer, rate=rate, seed=number))
+                times[side].append(found)
+                run.say(f"{side}: p50 {found['p50_ms']:.1f} ms, p99 {found['p99_ms']:.1f} ms")
+        memory = gateway.memory_info().rss >> 20
+    median = {(side, name): statistics.median(it[name] for it in found) for side, found in times.items() for name in
+              ("p50_ms", "p99_ms")}  # fmt: skip
+    return {
+        "requests_s": round(statistics.median(rates), 1),
+        "cpu_us_per_request": round(statistics.median(costs)),
+        "cpu_share": round(statistics.median(shares), 2),
+        "latency_rate": round(rate, 1),
+        **{f"{side}_{name}": round(value, 2) for (side, name), value in median.items()},
+        **{f"added_{it}": round(median["gateway", it] - median["pool", it], 2) for it in ("p50_ms", "p99_ms")},
+        "requests_s_rounds": [round(it, 1) for it in rates],
+        "memory_mib": memory,
+    }
+
+
+def _streams(plan: Plan, run: Run) -> dict[str, Any]:
+    with scripted(run, tokens_per_s=2.0, running=plan.streams) as (_, gateway):
+        at, tokens = str(gateway.port), int(2 * plan.stream_s)
+        _run(Load("gateway", at, 16, 2, 16, stream=True, seed=-1))
+        before, cpu = gateway.memory_info().rss, gateway.cpu_s()
+        with Part(
+            drive, {"where": "gateway", "at": at, "count": plan.streams, "tokens": tokens, "stream": True}
+        ) as part:
+            most, came, answer = asyncio.run(_watch(gateway, part))
+        cpu = gateway.cpu_s() - cpu
+        after = gateway.memory_info().rss
+    run.say(f"{plan.streams} streams: all ended right after {answer['seconds']:.1f} s")
+    return {
+        "streams": {
+            "count": plan.streams,
+            "most_connections": came,
+            "seconds": round(answer["seconds"], 1),
+            "expected_s": plan.stream_s,
+            "cpu_share": round(cpu / answer["seconds"], 2),
+            "memory_mib": {"before": before >> 20, "most": most >> 20, "after": after >> 20},
+        }
+    }
+
+
+async def _watch(gateway: Served, part: Part) -> tuple[int, int, dict[str, Any]]:
+    """The most memory and connections of the gateway until a Part ends, and what that said."""
+    answer = asyncio.create_task(asyncio.to_thread(part.answer))
+    memory = connections = 0
+    while not answer.done():
+        memory = max(memory, gateway.memory_info().rss)
+        connections = max(connections, sum(it.laddr.port == gateway.port for it in gateway.net_connections("tcp")) - 1)
+        await asyncio.wait({answer}, timeout=0.5)
+    return memory, connections, answer.result()
+
+
+def _engine(plan: Plan, run: Run) -> dict[str, Any]:
+    if plan.model and plan.shape:
+        raise ConfigError(f"--model {plan.model!r}, --shape {plan.shape!r}: one of them")
+    shaped = one_shape(plan.shape) if plan.shape else None
+    with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis() as redis, contextlib.ExitStack() as stack:
+        model = Path(plan.model or Path(scratch, "model"))
+        if shaped is not None:
+            model.mkdir()
+            shaped.write(model)
+        elif plan.model is None:
+            write_tiny_model(model)
+        flags = [f"--max-running={plan.max_running}", *(f"--sglang={it}" for it in plan.sglang)]
+        flags += ["--load-format=dummy"] if shaped else []
+        log = Path(scratch, "worker.log")
+        # Two engines on one GPU: the first takes a part of its memory, the second as much of what is left.
+        share = ["--mem-fraction=0.45"] if gpu_found() else []
+        worker = stack.enter_context(working(model, redis.url, log, f"--pool={POOL}", *flags, *share))
+        with BlockingRolloutClient(redis.url, POOL) as client:
+            worker.until_serving(client)
+        gateway = stack.enter_context(serving(redis.url, model))
+        extra = parse_extra(plan.sglang)
+        config = {"model": str(model), "max_running": plan.max_running, "extra": extra}
+        config |= {"load_format": "dummy" if shaped else "auto"} | ({"mem_fraction": 0.8} if share else {})
+        sglang = stack.enter_context(Part(_sglang, config))
+        port = sglang.line().strip()
+        run.say("three servers are up")
+        figures = _compare(plan, run, {"pool": redis.url, "gateway": str(gateway.port), "sglang": port}, gateway)
+        sglang.kill()
+    return {"engine": figures | {"model": model.name if plan.model else f"{plan.shape or 'tiny'}-shaped"}}
+
+
+def _compare(plan: Plan, run: Run, at: dict[str, str], gateway: Served) -> dict[str, Any]:
+    sides = ["pool", "gateway", "gateway_streamed", "sglang", "sglang_streamed"]
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    shares: dict[str, list[float]] = {side: [] for side in sides}
+    for number, in_turn in turns(sides, plan.rounds + 1):
+        for side in in_turn:
+            where, _, streamed = side.partition("_")
+            count = plan.prompts if number else plan.max_running  # the first round warms up, and is not counted
+            cpu = gateway.cpu_s()
+            found = _run(Load(where, at[where], count, plan.max_new_tokens, stream=bool(streamed), seed=number))
+            if number:
+                rates[side].append(found["tokens"] / found["seconds"])
+                shares[side].append((gateway.cpu_s() - cpu) / found["seconds"])
+        run.say(
+            f"round {number}: " + ", ".join(f"{side} {found[-1]:,.0f} tok/s" for side, found in rates.items() if found)
+        )
+    median = {side: statistics.median(found) for side, found in rates.items()}
+    return {
+        **{f"{side}_tok_s": round(value, 1) for side, value in median.items()},
+        **{f"{side}_ratio": round(median[side] / median["pool"], 4) for side in sides[1:]},
+        "cpu_share": {side: round(statistics.median(shares[side]), 2) for side in ("gateway", "gateway_streamed")},
+        "rounds": {side: [round(it, 1) for it in found] for side, found in rates.items()},
+        "prompts": plan.prompts,
+        "max_running": plan.max_running,
+        "max_new_tokens": plan.max_new_tokens,
+    }
+
+
+def _sglang(given: dict[str, Any]) -> None:
+    """SGLang's own server with the arguments that the worker gives its engine. It prints its port."""
+    prepare_engine()
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = server_arguments(as_config(SGLangConfig, **given), "cuda" if gpu_found() else "cpu", "")
+    del arguments["custom_weight_loader"]
+    launch_server(
+        ServerArgs(**arguments, port=port),
+        run_scheduler_process_func=_scheduler,
+        run_detokenizer_process_func=_detokenizer,
+        launch_callback=lambda: print(port, flush=True),
+    )
+
+
+def _scheduler(*given: Any, **named: Any) -> None:
+    prepare_engine()  # a process of its own, which needs it, too
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    run_scheduler_process(*given, **named)
+
+
+def _detokenizer(*given: Any, **named: Any) -> None:
+    prepare_engine()
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    run_detokenizer_process(*given, **named)
