@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import anyio
 import orjson
 from sse_starlette import EventSourceResponse
 from starlette.background import BackgroundTask
@@ -57,8 +58,10 @@ Later = Callable[[], Any]
 class Events(EventSourceResponse):
     """Server-sent events. However the response ends, their source is closed."""
 
-    def __init__(self, source: AsyncGenerator[dict[str, str]]) -> None:
-        super().__init__(source, sep="\n", ping=PING_S)
+    def __init__(self, source: AsyncGenerator[bytes]) -> None:
+        # Left alone, it ends all streams when the server begins to leave, which gives requests time to end.
+        leaving = {"shutdown_event": anyio.Event(), "shutdown_grace_period": float("inf")}
+        super().__init__(source, sep="\n", ping=PING_S, **leaving)
         self._source = source
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -67,6 +70,11 @@ class Events(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._source.aclose()
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event. data: a line."""
+    return b"data: " + data + b"\n\n"
 
 
 def as_json(body: Any, status: int = 200, then: Later | None = None) -> Response:
@@ -142,16 +150,17 @@ class OpenAIDoor:
             raise Refused(400, "invalid_json", f"the body is nested too deep: {error}") from None
         tokenizer = await gateway.tokenizer()
         context = model.context or None
-        request = await asyncio.to_thread(
+        read = partial(
             _request, kind, body, context if tokenizer is not None or kind == "completion" else None,
             gateway.texts.encode_chat if tokenizer is not None else None,
             adapters=adapters, record=call.session is not None,
         )  # fmt: skip
+        request = read() if kind == "completion" else await asyncio.to_thread(read)  # which makes tokens of messages
         return replace(request, jobs=tuple(gateway.job(call, job) for job in request.jobs))
 
     async def _events(
         self, call: Call, request: Request, deltas: AsyncGenerator[Delta], admission: Admission
-    ) -> AsyncGenerator[dict[str, str]]:
+    ) -> AsyncGenerator[bytes]:
         used = sum(job.token_ids.size for job in request.jobs if job.token_ids is not None)
 
         async def counted() -> AsyncGenerator[Delta]:
@@ -163,10 +172,10 @@ class OpenAIDoor:
         try:
             try:
                 async for chunk in stream_chunks(request, counted(), *await self._decoding()):
-                    yield {"data": orjson.dumps(chunk).decode()}
+                    yield event(orjson.dumps(chunk))
             except RolloutMQError as error:
-                yield {"data": bytes(told(error).response.body).decode()}
-            yield {"data": "[DONE]"}
+                yield event(bytes(told(error).response.body))
+            yield event(b"[DONE]")
             await self._gateway.delivered(call)
         finally:
             await deltas.aclose()
