@@ -60,8 +60,8 @@ class Events(EventSourceResponse):
 
     def __init__(self, source: AsyncGenerator[bytes]) -> None:
         # Left alone, it ends all streams when the server begins to leave, which gives requests time to end.
-        leaving = {"shutdown_event": anyio.Event(), "shutdown_grace_period": float("inf")}
-        super().__init__(source, sep="\n", ping=PING_S, **leaving)
+        grace = float("inf")
+        super().__init__(source, sep="\n", ping=PING_S, shutdown_event=anyio.Event(), shutdown_grace_period=grace)
         self._source = source
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -136,7 +136,7 @@ class OpenAIDoor:
         gateway = self._gateway
         model, adapters = await gateway.facts.model(), await gateway.facts.adapters()
         body = {"model": model.name} | call.body | {"session_id": call.session}
-        if (said := body["model"]) not in model.names and str(said).rpartition(":")[2] not in adapters:
+        if model.path and (said := body["model"]) not in model.names and str(said).rpartition(":")[2] not in adapters:
             here = ", ".join(sorted({model.name} | adapters.keys()))
             raise Refused(404, "model_not_found", f"The model {said!r} does not exist here: {here}.", param="model")
         if body.get("chat_template") is not None:
