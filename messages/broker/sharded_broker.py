@@ -149,9 +149,7 @@ class ShardedBroker(Broker):
 
     own_replies = read_replies = read_news = ack = look_around = _in_one_shard
 
-    async def _routed(
-        self, job_ids: Sequence[str], ask: Callable[[Broker, list[str]], Awaitable[list[str]]]
-    ) -> list[str]:
+    async def _routed(self, job_ids: Sequence[str], ask: Callable[[Broker, list[str]], Awaitable[list[T]]]) -> list[T]:
         """An answer for each job, from its shard."""
         return await routed(job_ids, self._parts, lambda part, at: ask(part, [job_ids[place] for place in at]))
 

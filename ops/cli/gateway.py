@@ -38,6 +38,7 @@ def gateway(
     curl http://127.0.0.1:8000/v1/models
     """
     from ...messages.errors import ConfigError
+    from ...worker.garbage import settle
     from ..gateway import Gateway, HttpServer, Settings, Tls, application
     from ..gateway import new_key as made_key
 
@@ -58,6 +59,8 @@ def gateway(
     tls = None if tls_cert is None or tls_key is None else Tls(tls_cert, tls_key, tls_client_ca)
     log_to_stderr(log_level)
     served = Gateway(Settings(redis, pool, served_model_name, tokenizer, keys, given))
+    settle()
+    served.loaded = settle
     server = HttpServer(application(served), host, port, tls=tls)
     where = f"{'https' if tls else 'http'}://{host}:{server.port}/v1"
     say({"url": where}, [f"listening on {where}"], json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import PurePath
 from typing import NamedTuple
@@ -41,31 +42,43 @@ class PoolFacts:
         self._reading: PoolReading | None = None
         self._at = float("-inf")
         self._one = asyncio.Lock()
+        self._behind: asyncio.Task[None] | None = None
         self.draining = False
         """Whether this gateway is about to end."""
 
     async def read(self, max_age_s: float = FRESH_S) -> PoolReading:
         """The pool, no older than that. Raises RedisUnavailable and its like."""
-        async with self._one:
-            if self._reading is None or time.monotonic() - self._at > max_age_s:
-                async with asyncio.timeout(ANSWER_S):
-                    self._reading = await read_pool(self._broker)
-                self._at = time.monotonic()
-            return self._reading
+        if self._reading is None or time.monotonic() - self._at > max_age_s:
+            async with self._one:
+                if self._reading is None or time.monotonic() - self._at > max_age_s:
+                    async with asyncio.timeout(ANSWER_S):
+                        self._reading = await read_pool(self._broker)
+                    self._at = time.monotonic()
+        return self._reading
+
+    async def _known(self) -> PoolReading:
+        """The pool. While requests keep coming none of them waits for it to be read."""
+        if time.monotonic() - self._at > FRESH_S and (self._behind is None or self._behind.done()):
+            self._behind = asyncio.create_task(self._read_behind())
+        return await self.read(2 * FRESH_S)
+
+    async def _read_behind(self) -> None:
+        with contextlib.suppress(RedisError, OSError, TimeoutError, RolloutMQError):  # whoever waits for it is told
+            await self.read()
 
     async def model(self) -> Model:
         """What the pool's workers serve."""
-        found = (await self.read()).workers
+        found = (await self._known()).workers
         path = next((it.model for it in found if it.model), "")
         return Model(self._name or path, path, max((it.context_length for it in found), default=0))
 
     async def adapters(self) -> dict[str, int]:
         """LoRA adapter -> its committed version."""
-        return dict((await self.read()).adapters_at)
+        return dict((await self._known()).adapters_at)
 
     async def honours(self, feature: str) -> bool:
         """Whether a worker's engine does."""
-        return any(feature in worker.features for worker in (await self.read()).workers)
+        return any(feature in worker.features for worker in (await self._known()).workers)
 
     async def unready(self) -> str | None:
         """Why this gateway should get no requests; None if it should."""

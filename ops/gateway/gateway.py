@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -54,6 +54,8 @@ class Gateway:
         self.core = Core(settings.redis, settings.pool, self._join)
         self._gateways = Gateways(settings.redis, self.requests, record=self._record, renamed=self.core.close)
         self._running: dict[str, asyncio.Task[Any]] = {}  # requests with keys, while this gateway runs them
+        self.loaded: Callable[[], None] = lambda: None
+        """Called when the tokenizer is there, the last of what stays."""
         self._tokenizer: Any = None
         self._look_at = 0.0
 
@@ -133,6 +135,7 @@ class Gateway:
                 self.texts.model = (await self.facts.model()).path or None
             try:
                 self._tokenizer = await asyncio.to_thread(self.texts.load)
+                self.loaded()
             except ConfigError as error:
                 self._look_at = time.monotonic() + TOKENIZER_S
                 log.warning("workers make tokens and text: %s", error)

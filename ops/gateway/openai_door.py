@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import anyio
 import orjson
 from sse_starlette import EventSourceResponse
 from starlette.background import BackgroundTask
@@ -57,8 +58,10 @@ Later = Callable[[], Any]
 class Events(EventSourceResponse):
     """Server-sent events. However the response ends, their source is closed."""
 
-    def __init__(self, source: AsyncGenerator[dict[str, str]]) -> None:
-        super().__init__(source, sep="\n", ping=PING_S)
+    def __init__(self, source: AsyncGenerator[bytes]) -> None:
+        # Left alone, it ends all streams when the server begins to leave, which gives requests time to end.
+        grace = float("inf")
+        super().__init__(source, sep="\n", ping=PING_S, shutdown_event=anyio.Event(), shutdown_grace_period=grace)
         self._source = source
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -67,6 +70,11 @@ class Events(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._source.aclose()
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event. data: a line."""
+    return b"data: " + data + b"\n\n"
 
 
 def as_json(body: Any, status: int = 200, then: Later | None = None) -> Response:
@@ -130,7 +138,7 @@ class OpenAIDoor:
         body = {"model": model.name} | call.body | {"session_id": call.session}
         if not isinstance(said := body["model"], str):
             raise InvalidField("model", said, "a text")
-        if said not in model.names and said.rpartition(":")[2] not in adapters:
+        if model.path and said not in model.names and said.rpartition(":")[2] not in adapters:
             here = ", ".join(sorted({model.name} | adapters.keys()))
             raise Refused(404, "model_not_found", f"The model {said!r} does not exist here: {here}.", param="model")
         if body.get("chat_template") is not None:
@@ -142,15 +150,17 @@ class OpenAIDoor:
         except TypeError as error:  # it reads what is deeper than it writes
             raise Refused(400, "invalid_json", f"the body is nested too deep: {error}") from None
         tokenizer = await gateway.tokenizer()
-        request = await asyncio.to_thread(
+        read = partial(
             _request, kind, body, tokenizer, gateway.texts.encode_chat, context_length=model.context or None,
             adapters=adapters, record=call.session is not None,
         )  # fmt: skip
+        texts = kind == "chat" or isinstance((body.get("prompt") or [0])[0], str)
+        request = await asyncio.to_thread(read) if texts else read()  # tokens of texts take their time
         return replace(request, jobs=tuple(gateway.job(call, job) for job in request.jobs))
 
     async def _events(
         self, call: Call, request: Request, deltas: AsyncGenerator[Delta], admission: Admission
-    ) -> AsyncGenerator[dict[str, str]]:
+    ) -> AsyncGenerator[bytes]:
         used = sum(job.token_ids.size for job in request.jobs if job.token_ids is not None)
 
         async def counted() -> AsyncGenerator[Delta]:
@@ -162,10 +172,10 @@ class OpenAIDoor:
         try:
             try:
                 async for chunk in stream_chunks(request, counted(), *await self._decoding()):
-                    yield {"data": orjson.dumps(chunk).decode()}
+                    yield event(orjson.dumps(chunk))
             except RolloutMQError as error:
-                yield {"data": bytes(told(error).response.body).decode()}
-            yield {"data": "[DONE]"}
+                yield event(bytes(told(error).response.body))
+            yield event(b"[DONE]")
             await self._gateway.delivered(call)
         finally:
             await deltas.aclose()

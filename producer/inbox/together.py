@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from .handover import own_context
 
@@ -35,7 +35,7 @@ class Together(Generic[A, B]):
             return await place
         self._asking = True
         try:
-            (found,) = await self._ask([one])
+            found: B | Exception = (await self._ask([one]))[0]
         finally:
             self._go_on()
         if isinstance(found, Exception):
@@ -65,4 +65,4 @@ class Together(Generic[A, B]):
             if isinstance(one, Exception):
                 place.set_exception(one)
             else:
-                place.set_result(cast(B, one))
+                place.set_result(one)

@@ -17,9 +17,10 @@ BELL_MOST = 700
 """The bell is trimmed to about 512 entries, by whole nodes of the stream."""
 
 STAYS = frozenset({"bell", "load", "needs", "dead", "letters", "turns", "weights", "holders", "transfers", "clock"})
+STAYS |= {"gateways", "answered"}
 """Keys without a TTL that stay: bell, counters, dead letters (the newest 10,000), tenants' next turns until a worker
 looks again, newest weights and who offers them, the newest reports of transfers (about 1,024), the pool's
-clock."""
+clock, what gateways have left to the next one, and which answers are kept, until the next request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,15 @@ class TrainerProcess(Spoken):
     """A trainer with a feed and checkpoints; see trainer_process.py."""
 
 
+class GatewayProcess(Spoken):
+    """A gateway; see gateway_process.py."""
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.all("port")[0])
+
+
 class BlockingProcess(Spoken):
     """A plain loop with the blocking client; see blocking_process.py."""
 

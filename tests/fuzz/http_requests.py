@@ -29,14 +29,15 @@ ANSWER_S = 60.0
 """An answer, or the end of the connection, has to be there by then: the server's own limits are shorter."""
 CHAT = {
     "model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 1.0, "n": 1,
-    "stop": ["x"], "logprobs": True, "top_logprobs": 1, "seed": 1, "stream": False, "return_token_ids": True,
+    "stop": [], "tool_choice": "none", "logprobs": True, "top_logprobs": 0, "seed": 1, "stream": False,
+    "return_token_ids": True,
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     "weight_version": {"min_version": 0}, "priority": 0, "session_id": "s",
 }  # fmt: skip
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/sessions/s/v1/chat/completions": CHAT,
-    "/v1/completions": {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4, "n": 1, "logprobs": 1, "stream": True},
+    "/v1/completions": {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4, "n": 1, "logprobs": 0, "stream": True},
     "/v1/embeddings": {"model": "m", "input": [[1, 2, 3]], "encoding_format": "float"},
     "/tokenize": {"model": "m", "messages": CHAT["messages"], "add_generation_prompt": True},
     "/detokenize": {"model": "m", "tokens": [1, 2, 3]},

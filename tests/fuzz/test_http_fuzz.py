@@ -19,6 +19,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from support.http import Connection
 from support.openapi_app import validator
+from support.pools.pool import eventually, worker
 
 from fuzz.http_page import PAGE, failures, page
 from fuzz.http_requests import send_all
@@ -28,20 +29,28 @@ TESTS = Path(__file__).parents[1]
 
 
 @contextmanager
-def serving(*page: Path) -> Iterator[tuple[psutil.Process, int]]:
+def serving(*served: Path | str) -> Iterator[tuple[psutil.Process, int]]:
     """The server's process and its port."""
     here = {**os.environ, "PYTHONPATH": ":".join([str(TESTS), *sys.path])}
-    command = [sys.executable, "-m", "fuzz.http_process", *map(str, page)]
+    command = [sys.executable, "-m", "fuzz.http_process", *map(str, served)]
     with subprocess.Popen(command, env=here, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
-        yield psutil.Process(started.pid), int(started.stdout.readline())
-        started.terminate()
+        try:
+            yield psutil.Process(started.pid), int(started.stdout.readline())
+        finally:
+            started.terminate()
     assert started.returncode == 0
 
 
 async def healthy(port: int) -> bool:
     connection = Connection(*await asyncio.open_connection("127.0.0.1", port))
     await connection.send(b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+    return (await connection.answer())[0] == 200
+
+
+async def tokenizes(port: int) -> bool:
+    connection = Connection(*await asyncio.open_connection("127.0.0.1", port))
+    await connection.send(b'POST /tokenize HTTP/1.1\r\nHost: h\r\nContent-Length: 15\r\n\r\n{"prompt": "a"}')
     return (await connection.answer())[0] == 200
 
 
@@ -65,6 +74,23 @@ async def test_fifty_thousand_broken_requests_and_no_growth() -> None:
         assert sizes[-1] - sizes[0] <= 8, f"MiB after each ten thousand: {sizes}"
         assert process.num_fds() < 100
         assert await healthy(port)
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+async def test_broken_requests_at_a_gateway(redis_db: str, text_model: Path, count: int) -> None:
+    """It runs what is sound, and refuses the rest; it keeps nothing of either."""
+    async with worker(redis_db) as running:
+        with serving(redis_db, str(text_model)) as (process, port):
+            await eventually(lambda: tokenizes(port))  # its tokenizer is loaded
+            sizes = []
+            for start in range(0, count, count // 5):
+                outcome = await send_all(port, SEED, range(start, start + count // 5))
+                assert outcome.faults == []
+                sizes.append(process.memory_info().rss >> 20)
+            assert await healthy(port)
+            assert running.generation.finished > count // 100
+            assert sizes[-1] - sizes[1] <= 8, f"MiB after each fifth: {sizes}"
+            assert process.num_fds() < 200
 
 
 def test_the_page_is_sound() -> None:

@@ -14,17 +14,26 @@ from rolloutmq.ops.gateway import Gateway, HttpLimits, HttpServer, Settings, app
 
 
 @contextlib.asynccontextmanager
-async def gateway(redis: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a gateway that serves as long as the block lasts. settings: fields of Settings."""
+async def server(redis: str, **settings: Any) -> AsyncIterator[HttpServer]:
+    """A gateway that serves as long as the block lasts. settings: fields of Settings."""
     limits = HttpLimits(drain_notice_s=0.0, drain_s=5)
-    server = HttpServer(application(Gateway(Settings(redis, **settings))), "127.0.0.1", 0, limits=limits)
-    task = asyncio.create_task(server.serve())
-    await eventually(lambda: server.started or task.done())
+    here = HttpServer(application(Gateway(Settings(redis, **settings))), "127.0.0.1", 0, limits=limits)
+    task = asyncio.create_task(here.serve())
+    await eventually(lambda: here.started or task.done())
     if task.done():
         task.result()
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
-            yield client
+        yield here
     finally:
-        server.should_exit = True
+        here.should_exit = True
         await task
+
+
+@contextlib.asynccontextmanager
+async def gateway(redis: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of one."""
+    async with (
+        server(redis, **settings) as here,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{here.port}", timeout=60) as client,
+    ):
+        yield client

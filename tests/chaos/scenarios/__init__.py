@@ -14,6 +14,7 @@ FILES = (
     "disks",
     "failover",
     "trainers",
+    "gateways",
     "steps",
     "matrix",
     "soak",

@@ -1,0 +1,48 @@
+"""A gateway as a process, which others take for dead sooner than usual.
+
+    python -m chaos.gateway_process REDIS_URL
+
+On stdout a line of JSON each: {"port": where it listens}, {"client": id} for each client that it opens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from .worker_process import PR_SET_PDEATHSIG, tell
+
+BEAT_S, ALIVE_S = 0.3, 1.5
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    from rolloutmq.ops.gateway import Gateway, HttpLimits, HttpServer, Settings, application, gateway  # noqa: PLC0415
+    from rolloutmq.ops.gateway.heir import Gateways  # noqa: PLC0415
+
+    from .context import POOL  # noqa: PLC0415
+
+    class Quick(Gateways):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named, beat_s=BEAT_S, alive_s=ALIVE_S)
+
+        async def join(self, tenant: str) -> str:
+            client = await super().join(tenant)
+            tell(client=client)
+            return client
+
+    gateway.Gateways = Quick  # type: ignore[attr-defined]
+    logging.basicConfig(level=logging.INFO, format=f"{os.getpid()} %(relativeCreated)d %(message)s", stream=sys.stderr)
+    app = application(Gateway(Settings(sys.argv[1], POOL)))
+    server = HttpServer(app, "127.0.0.1", 0, limits=HttpLimits(drain_notice_s=0.0, drain_s=20))
+    tell(port=server.port)
+    asyncio.run(server.serve())
+
+
+if __name__ == "__main__":
+    main()
