@@ -6,6 +6,7 @@ it asked and was told, and the trainer, which computes each log-probability itse
 
 from __future__ import annotations
 
+import asyncio
 import runpy
 import sys
 import threading
@@ -18,9 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engines.remote import RemoteEngine
+from support.pools.pool import eventually
 from support.pools.served import Balancer, port, start_gateway
 from support.pools.worker_process import WorkerProcess
 
+from rolloutmq import BlockingRolloutClient
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer.training import Row
 from rolloutmq.producer.training.batch import RolloutBatch
@@ -130,8 +133,17 @@ def test_a_gateway_dies_and_each_turn_is_trained_once(
     ):
         witness = Witness(text_model, monkeypatch, {100: kill})
         names = run(3, text_model, server.url, tmp_path, monkeypatch)
+        told = witness.told.total()
+        with BlockingRolloutClient(server.url) as client:
+            asyncio.run(eventually(lambda: generated(client) >= told and client.load().open_jobs == 0))
+            assert generated(client) == told, "nothing was generated twice"
     witness.check(3)
     assert max(names["gaps"]) < TOLERANCE
+
+
+def generated(client: BlockingRolloutClient) -> int:
+    """Samples that the pool's workers have finished."""
+    return sum(worker.finished_samples for worker in client.workers())
 
 
 @pytest.mark.slow

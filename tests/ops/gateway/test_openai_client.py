@@ -255,7 +255,7 @@ REFUSED = {
     "too long": (chat(messages=[{"role": "user", "content": "x" * 4000}]), openai.BadRequestError, "context length"),
     "tool_choice": (chat(tool_choice="required"), openai.BadRequestError, "tool_choice"),
     "model": (chat(model="gpt-9"), openai.NotFoundError, "gpt-9"),
-    "path": (lambda client: client.files.list(), openai.NotFoundError, ""),
+    "path": (lambda client: client.files.list(), openai.NotFoundError, "404"),
     "version": (chat(extra_body={"weight_version": {"exact_version": 99}}), openai.ConflictError, "99"),
 }
 
