@@ -145,6 +145,10 @@ class RecordedSessions:
         turns, *_ = await self._scripts.run(calls.take_session(_session(tenant, session), MAX_TURNS, self._idle_ms))
         return bool(turns)
 
+    async def taken(self, tenant: str, session: str) -> bool:
+        """Whether the session takes no further turns."""
+        return await self._redis.hget(self._keys.session(_session(tenant, session)), SESSION.closed) is not None
+
     async def forget(self, tenant: str, session: str) -> bool:
         """Delete a session with its turns, taken or not; returns whether there was one.
 

@@ -37,10 +37,12 @@ def gateway(
     rolloutmq gateway --port 8000
     curl http://127.0.0.1:8000/v1/models
     """
-    from ...messages.errors import ConfigError
+    from ...messages.errors import ConfigError, InvalidField
+    from ...producer.openai import chat_request
     from ...worker.garbage import settle
     from ..gateway import Gateway, HttpServer, Settings, Tls, application
     from ..gateway import new_key as made_key
+    from ..redis import reach
 
     if new_key:
         key, line = made_key()
@@ -56,9 +58,16 @@ def gateway(
         raise ConfigError(f"--defaults {defaults}: no JSON: {error}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"--defaults {defaults}: a JSON object is expected")
+    try:
+        chat_request({"messages": [{"role": "user", "content": "-"}]} | given)
+    except InvalidField as error:  # else every request would be told, who did not say it
+        raise ConfigError(f"--defaults: {error}") from None
     tls = None if tls_cert is None or tls_key is None else Tls(tls_cert, tls_key, tls_client_ca)
     log_to_stderr(log_level)
+    reach(redis, pool)
     served = Gateway(Settings(redis, pool, served_model_name, tokenizer, keys, given))
+    if tokenizer is not None:
+        served.texts.load()
     settle()
     served.loaded = settle
     server = HttpServer(application(served), host, port, tls=tls)

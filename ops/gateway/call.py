@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from starlette.requests import Request as Http
 
 from ...messages.errors import InvalidField
 from .http import Refused
+from .quotas import Admission
 from .requests import Request
 from .tenants import Tenant, Tenants
 
@@ -32,7 +33,8 @@ class Call:
     """session: as a path, a header or the body names it. key: what the client calls its request, None if nothing.
 
     repeat: whether the client says that it has sent this before. request: as others know it, if they are to.
-    about: how its answer is shown.
+    about: how its answer is shown. most: tokens that it can cost; admission: that it may. watch: raises when nobody can
+    answer it any more.
     """
 
     http: Http
@@ -44,11 +46,19 @@ class Call:
     repeat: bool
     request: Request | None = None
     about: bytes = b""
+    most: int = 0
+    admission: Admission | None = None
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None
 
     @property
     def kept(self) -> bool:
         """Whether what comes of it is kept for others: a client that asks again, or a trainer."""
         return self.key is not None or self.session is not None
+
+    def settle(self, used: int | None) -> None:
+        """It has ended, and cost so many tokens; None for the most that it could."""
+        if self.admission is not None:
+            self.admission.settle(used)
 
     @property
     def digest(self) -> bytes:
@@ -57,14 +67,16 @@ class Call:
 
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns. It is cancelled, and ClientGone raised, as soon as the client hangs up."""
-        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
+        task, beside = asyncio.ensure_future(work), [asyncio.ensure_future(self._gone())]
+        beside += [asyncio.ensure_future(self.watch())] if self.watch is not None else []
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, *beside}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise ClientGone
-            return task.result()
+                next(one for one in beside if one.done()).result()
+            return await task
         finally:
-            gone.cancel()
+            for one in beside:
+                one.cancel()
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -72,6 +84,7 @@ class Call:
     async def _gone(self) -> None:
         while (await self.http.receive())["type"] != "http.disconnect":
             pass
+        raise ClientGone
 
 
 async def read_call(http: Http, tenants: Tenants, defaults: Mapping[str, Any]) -> Call:

@@ -164,7 +164,8 @@ class Stream:
             while (delta := await self._came.get()) is not None:
                 yield delta
             with self._left(self._member):
-                await self.task
+                for failure in (failure for group in await self.task for failure in group.failures):
+                    raise JobFailed(failure)
         finally:
             if not self.task.done():
                 self._heard = False
@@ -173,19 +174,17 @@ class Stream:
                 if not stay:
                     self.task.cancel()
 
-    async def ended(self) -> None:
-        """Return when what came of the jobs is kept, also if that is a failure. Cancelling this cancels them."""
-        with contextlib.suppress(JobFailed):
-            await self.task
+    async def ended(self) -> list[Group]:
+        """What came of the jobs, when it is kept. Cancelling this cancels them."""
+        return await self.task
 
-    async def _work(self) -> None:
+    async def _work(self) -> list[Group]:
         kept = False
         try:
             groups = await asyncio.gather(*(self._of(handle) for handle in self._handles))
             await self._keep(groups)
             kept = True
-            if failures := [failure for group in groups for failure in group.failures]:
-                raise JobFailed(failures[0])
+            return groups
         finally:
             for out in self._held if kept or not self._member.core.reader.over else ():
                 out.acknowledge()

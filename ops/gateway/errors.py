@@ -9,16 +9,20 @@ from ...producer.openai import error_of
 from .http import Refused
 from .requests import KeyReused
 
+NO_RETRY = {"x-should-retry": "false"}
+"""OpenAI's clients send a 409 again, unless they are told not to."""
+
 
 def told(error: Exception) -> Refused:
     """What the client is told of an error. Errors that nobody raises on purpose are bugs, and only the log has them."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, KeyReused):
-        return Refused(422, "idempotency_key_reused", str(error), param=error.field)
+        return Refused(422, "idempotency_key_reused", str(error), param=error.field, headers=NO_RETRY)
     if isinstance(error, TurnRefused):
         full = error.reason in {"pool", "memory"}
-        return Refused(503 if full else 409, f"session_{error.reason}", str(error), retry_after_s=1 if full else None)
+        again = {"retry_after_s": 1} if full else {"headers": NO_RETRY}
+        return Refused(503 if full else 409, f"session_{error.reason}", str(error), **again)
     if isinstance(error, RequestRefused):
         return Refused(400, "invalid_request_error", str(error))
     if isinstance(error, RolloutMQError):

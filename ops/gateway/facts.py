@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from pathlib import PurePath
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from redis.exceptions import RedisError
 
 from ...messages.broker import Broker
-from ...messages.errors import RolloutMQError
+from ...messages.errors import RedisUnavailable, RolloutMQError
 from ...messages.model import WorkerStatus
 from ...producer.diagnosis import PoolReading, read_pool, reasons
 
@@ -41,30 +40,36 @@ class PoolFacts:
         self._broker, self._name = broker, name
         self._reading: PoolReading | None = None
         self._at = float("-inf")
-        self._one = asyncio.Lock()
-        self._behind: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[PoolReading] | None = None
         self.draining = False
         """Whether this gateway is about to end."""
 
     async def read(self, max_age_s: float = FRESH_S) -> PoolReading:
-        """The pool, no older than that. Raises RedisUnavailable and its like."""
+        """The pool, no older than that; all who ask at the same time are told the same. Raises RedisUnavailable."""
         if self._reading is None or time.monotonic() - self._at > max_age_s:
-            async with self._one:
-                if self._reading is None or time.monotonic() - self._at > max_age_s:
-                    async with asyncio.timeout(ANSWER_S):
-                        self._reading = await read_pool(self._broker)
-                    self._at = time.monotonic()
+            self._reading = await asyncio.shield(self._newest())
+        return self._reading
+
+    def _newest(self) -> asyncio.Task[PoolReading]:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._read())
+            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever waits is told
+        return self._task
+
+    async def _read(self) -> PoolReading:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                self._reading = await read_pool(self._broker)
+        except TimeoutError:
+            raise RedisUnavailable(f"Redis has not answered within {ANSWER_S:g} s") from None
+        self._at = time.monotonic()
         return self._reading
 
     async def _known(self) -> PoolReading:
         """The pool. While requests keep coming none of them waits for it to be read."""
-        if time.monotonic() - self._at > FRESH_S and (self._behind is None or self._behind.done()):
-            self._behind = asyncio.create_task(self._read_behind())
+        if time.monotonic() - self._at > FRESH_S:
+            self._newest()
         return await self.read(2 * FRESH_S)
-
-    async def _read_behind(self) -> None:
-        with contextlib.suppress(RedisError, OSError, TimeoutError, RolloutMQError):  # whoever waits for it is told
-            await self.read()
 
     async def model(self) -> Model:
         """What the pool's workers serve."""
@@ -86,8 +91,8 @@ class PoolFacts:
             return "draining"
         try:
             reading = await self.read()
-        except (RedisError, OSError, TimeoutError, RolloutMQError) as error:
-            return f"Redis: {error}" if str(error) else f"Redis has not answered within {ANSWER_S:g} s"
+        except (RedisError, OSError, RolloutMQError) as error:
+            return f"Redis: {error}"
         if any(serves(worker) for worker in reading.alive):
             return None
         return "; ".join(one.told(reading.at) for one in reasons(reading)) or "no worker serves"

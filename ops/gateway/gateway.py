@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from ...messages.broker import RecordedSessions, broker_of
-from ...messages.errors import ConfigError, JobFailed
+from ...messages.errors import ConfigError, JobFailed, RolloutMQError, TurnRefused
 from ...messages.model import EmbedJob, GenerateJob, JobFailure, RolloutResult
 from ...messages.redis import connect, ping
 from ...producer.calls import Delta, Watched
@@ -27,9 +28,12 @@ from .quotas import Quotas
 from .requests import Request, RequestLost, Requests
 from .settings import Settings
 from .tenants import Tenants
+from .versions import VersionNotReady
 
 log = logging.getLogger(__name__)
 WAIT_S = 5.0
+ORPHANED_LOOKS = 20
+"""An answer without a key that stays for two seconds was not delivered: its gateway died, or nobody listened."""
 TOKENIZER_S = 60.0
 """A tokenizer that could not be loaded is looked for again after so many seconds."""
 Results = list[list[RolloutResult]]
@@ -53,7 +57,7 @@ class Gateway:
         self.sessions = RecordedSessions(broker)
         self.core = Core(settings.redis, settings.pool, self._join)
         self._gateways = Gateways(settings.redis, self.requests, record=self._record, renamed=self.core.close)
-        self._running: dict[str, asyncio.Task[Any]] = {}  # requests with keys, while this gateway runs them
+        self._running: dict[str, asyncio.Task[Any]] = {}  # by the ids of requests, while this gateway runs them
         self.loaded: Callable[[], None] = lambda: None
         """Called when the tokenizer is there, the last of what stays."""
         self._tokenizer: Any = None
@@ -66,60 +70,77 @@ class Gateway:
     async def opened(self) -> AsyncIterator[None]:
         """The gateway works inside the block. Raises RedisUnavailable."""
         await ping(self._redis)
-        beating = asyncio.create_task(self._gateways.run())
+        beating, warming = asyncio.create_task(self._gateways.run()), asyncio.create_task(self.tokenizer())
+        warming.add_done_callback(_seen)  # the first request would wait for it
         try:
             async with self.quotas.run():
                 yield
         finally:
             beating.cancel()
+            warming.cancel()
             await self.core.close()
             await self._gateways.leave()
             await self._redis.aclose()
 
     async def results(self, call: Call, jobs: Sequence[GenerateJob]) -> Results:
-        """The results of a call's jobs. Raises JobFailed, ClientGone, and what refuses jobs and keys."""
-        if not call.kept:
-            return results_of(_answer(await call.unless_gone(self.core.run(call.tenant.name, jobs))))
-        request = await self.begin(call, jobs)
+        """The results of a call that was begun. Raises JobFailed, ClientGone, and what refuses jobs."""
+        if call.request is None:
+            work = self._charged(call, self.core.run(call.tenant.name, jobs))
+            return results_of(_answer(await call.unless_gone(work)))
         try:
-            return results_of(await call.unless_gone(self._wait(call, jobs, request)))
-        except ClientGone:
-            if call.key is None and (task := self._running.get(request.id)) is not None:
+            return results_of(await call.unless_gone(self._wait(call, jobs)))
+        except (ClientGone, VersionNotReady):
+            if call.key is None and (task := self._running.get(call.request.id)) is not None:
                 task.cancel()
             raise
 
     async def stream(self, call: Call, jobs: Sequence[GenerateJob]) -> AsyncGenerator[Delta]:
-        """The tokens of a call's jobs. Raises as `results` does, at once or while they come.
+        """The tokens of a call that was begun. Raises as `results` does, at once or while they come.
 
         What another gateway generates comes as a whole. Closing the generator before its end is hanging up.
         """
-        tenant = call.tenant.name
-        if not call.kept:
-            return (await self.core.stream(tenant, jobs)).deltas(stay=False)
-        request = await self.begin(call, jobs)
-        if request.state != "new":
-            return _deltas(await call.unless_gone(self._wait(call, jobs, request)))
+        tenant, request = call.tenant.name, call.request
+        if request is not None and request.state != "new":
+            return _deltas(await call.unless_gone(self._wait(call, jobs)))
         try:
-            stream = await self.core.stream(tenant, named(request, jobs), self._keep(request), request.owner)
+            if request is None:
+                stream = await self.core.stream(tenant, jobs)
+            else:
+                stream = await self.core.stream(tenant, named(request, jobs), self._keep(request), request.owner)
         except BaseException:
-            await self.requests.drop(request)
+            call.settle(0)
+            if request is not None:
+                await self.requests.drop(request)
             raise
-        self._mine(request, stream.ended())
-        return stream.deltas(stay=call.key is not None)
+        task = self._mine(request, self._charged(call, stream.ended()))
+        return _until(stream.deltas(stay=call.key is not None), task)
 
-    async def begin(self, call: Call, jobs: Sequence[GenerateJob]) -> Request:
-        """Begin the request of a call with a key or a session, or find it. Raises KeyReused and PoolBusy."""
-        member = await self.core.member(call.tenant.name)
-        call.request = await self.requests.begin(
-            call.tenant.name,
+    async def begin(self, call: Call, jobs: Sequence[GenerateJob], *, only_new: bool = False) -> None:
+        """Admit a call, and find or begin its request if it has a key or a session.
+
+        only_new: what others call by the same implicit key is theirs. Raises KeyReused, TurnRefused, PoolBusy, Refused.
+        """
+        tenant = call.tenant.name
+        if call.session is not None and await self.sessions.taken(tenant, call.session):
+            raise TurnRefused(f"session {call.session!r} was taken, and takes no further turns", "taken")
+        if not call.kept:
+            call.admission = await self.quotas.admit(call.tenant, call.most)
+            return
+        call.request = request = await self.requests.begin(
+            tenant,
             call.key or call.digest.hex(),
             call.digest,
-            member.core.client_id,
+            (await self.core.member(tenant)).core.client_id,
             prompts=[job.token_ids for job in jobs],
-            only_new=call.key is None and not call.repeat,
+            only_new=only_new or (call.key is None and not call.repeat),
             about=call.about if call.key is not None else b"",
         )
-        return call.request
+        if request.state == "new":  # whoever asks for an answer that there is pays nothing
+            try:
+                call.admission = await self.quotas.admit(call.tenant, call.most)
+            except BaseException:
+                await self.requests.drop(request)
+                raise
 
     def job(self, call: Call, job: J) -> J:
         """A job of a call, with what its tenant has and what every request here has."""
@@ -141,15 +162,26 @@ class Gateway:
                 log.warning("workers make tokens and text: %s", error)
         return self._tokenizer
 
-    def run(self, request: Request, jobs: Sequence[GenerateJob]) -> asyncio.Task[Answer]:
+    def run(self, call: Call, jobs: Sequence[GenerateJob]) -> asyncio.Task[list[Group]]:
         """Run a request that is new, whoever waits for it."""
+        request = call.request
+        assert request is not None
+        work = self.core.run(request.tenant, named(request, jobs), self._keep(request), request.owner)
+        return self._mine(request, self._charged(call, work))
 
-        async def work() -> Answer:
-            return _answer(
-                await self.core.run(request.tenant, named(request, jobs), self._keep(request), request.owner)
-            )
-
-        return self._mine(request, work())
+    async def _charged(self, call: Call, work: Coroutine[Any, Any, list[Group]]) -> list[Group]:
+        """What `work` returns. The call costs what that has, nothing if it was refused, the most if it was cut off."""
+        used = None
+        try:
+            groups = await work
+            used = sum(it.token_ids.size for group in groups for it in group.results)
+            used += sum(group.prompt_ids.size for group in groups if group.prompt_ids is not None)
+            return groups
+        except RolloutMQError:
+            used = 0
+            raise
+        finally:
+            call.settle(used)
 
     async def cancel(self, request: Request) -> None:
         """End a request, whoever runs it, and forget its answer."""
@@ -160,42 +192,53 @@ class Gateway:
 
     async def delivered(self, call: Call) -> None:
         """The client has its answer. If it gave its request no key, it cannot ask for the answer again."""
-        if call.key is None and call.request is not None and not await call.http.is_disconnected():
+        if call.key is None and call.request is not None:
             await self.requests.drop(call.request)
 
-    async def _wait(self, call: Call, jobs: Sequence[GenerateJob], request: Request) -> Answer:
+    async def _wait(self, call: Call, jobs: Sequence[GenerateJob]) -> Answer:
         """The answer to a request, whoever runs it."""
-        while True:
-            if request.answer is not None:
-                return request.answer
+        answer = call.request.answer if call.request is not None else None
+        while (request := call.request) is not None:
+            if answer is not None and (call.key is not None or await self._orphaned(request)):
+                return answer
             try:
+                if answer is not None:  # it was for the client that asked first
+                    raise RequestLost(request.id)
                 if request.state == "new":
-                    return await asyncio.shield(self.run(request, jobs))
+                    return _answer(await asyncio.shield(self.run(call, jobs)))
                 answer = await self.requests.wait(request, WAIT_S)
             except Refused:
                 if request.owner not in self.core.gone:
                     raise
-                request = replace(request, state="running")  # whoever inherits from this gateway goes on
-            except RequestLost:  # its gateway died before the pool had its jobs
-                request = await self.begin(call, jobs)
-            else:
-                if answer is not None:
-                    return answer
+                call.request = replace(request, state="running")  # whoever inherits from this gateway goes on
+            except RequestLost:  # its gateway died before the pool had its jobs, or somebody else has its answer
+                await self.begin(call, jobs, only_new=call.key is None)
+                answer = request.answer if (request := call.request) is not None else None
+        raise AssertionError("only a call with a request waits for it")
 
-    def _mine(self, request: Request, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    async def _orphaned(self, request: Request) -> bool:
+        """Whether nobody had the answer to a request without a key: then it stays, for the client that repeats."""
+        for _ in range(ORPHANED_LOOKS):
+            await asyncio.sleep(0.1)
+            found = await self.requests.look(request.tenant, request.id)
+            if found is None or found.seed != request.seed:
+                return False
+        return True
+
+    def _mine(self, request: Request | None, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Have `work` run a request. If it ends without an answer, the request is as if it had never been made."""
 
         async def guarded() -> T:
             try:
                 return await work
             except BaseException:
-                if request.owner not in self.core.gone:
+                if request is not None and request.owner not in self.core.gone:
                     await asyncio.shield(self.requests.drop(request))
                 raise
-            finally:
-                self._running.pop(request.id, None)
 
-        task = self._running[request.id] = asyncio.create_task(guarded())
+        name, task = request.id if request is not None else secrets.token_hex(8), asyncio.create_task(guarded())
+        self._running[name] = task
+        task.add_done_callback(lambda _: self._running.pop(name, None))
         task.add_done_callback(_seen)
         return task
 
@@ -239,6 +282,14 @@ def results_of(answer: Answer) -> Results:
     if isinstance(answer, JobFailure):
         raise JobFailed(answer)
     return cast(Results, answer)
+
+
+async def _until(deltas: AsyncGenerator[Delta], task: asyncio.Task[Any]) -> AsyncGenerator[Delta]:
+    """The deltas; they end when `task` has."""
+    async with contextlib.aclosing(deltas):
+        async for delta in deltas:
+            yield delta
+    await asyncio.wait({task})
 
 
 async def _deltas(answer: Answer) -> AsyncGenerator[Delta]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import orjson
+from redis.exceptions import RedisError
 from sse_starlette import EventSourceResponse
 from starlette.background import BackgroundTask
 from starlette.requests import Request as Http
@@ -40,10 +41,9 @@ from .call import Call, read_call
 from .errors import told
 from .gateway import Gateway, named, results_of
 from .http import Refused
-from .quotas import Admission
 from .requests import Request as Begun
 from .requests import id_of
-from .versions import check_versions, wait_s
+from .versions import check_versions, wait_s, watch_versions
 
 MOST_WAIT_S = 600.0
 PROMPTS = frozenset(
@@ -97,6 +97,7 @@ class OpenAIDoor:
             Route("/v1/completions", partial(self._generate, kind="completion"), methods=["POST"]),
             Route("/v1/embeddings", self._embed, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{model}", self._models, methods=["GET"]),
         ]
         return [
             *about_models,
@@ -114,21 +115,22 @@ class OpenAIDoor:
         gateway = self._gateway
         call = await read_call(http, gateway.tenants, gateway.settings.defaults)
         request = await self._read(call, kind)
+        later = switch(call.body, "enqueue")
         if call.body.get("weight_version") is not None:
             await call.unless_gone(check_versions(gateway.facts, request.jobs, wait_s(http.headers)))
-        admission = await gateway.quotas.admit(call.tenant, _most(request))
-        try:
-            if switch(call.body, "enqueue"):
-                return await self._enqueue(call, request, admission)
-            if request.stream:
-                deltas = await gateway.stream(call, request.jobs)
-                return Events(self._events(call, _as_run(call, request), deltas, admission))
-            results = await gateway.results(call, request.jobs)
-        except BaseException:
-            admission.settle(0)
-            raise
+            call.watch = partial(watch_versions, gateway.facts, request.jobs)
+        call.key, call.most = call.key or (secrets.token_hex(16) if later else None), _most(request)
+        await gateway.begin(call, request.jobs)
+        if later and call.request is not None:
+            if call.request.state == "new":
+                gateway.run(call, request.jobs)
+            return as_json({"id": call.request.id, "object": "request", "status": "queued"}, 202)
+        if request.stream:
+            deltas = await gateway.stream(call, request.jobs)
+            return Events(self._events(call, _as_run(call, request), deltas))
+        results = await gateway.results(call, request.jobs)
         answer = response(_as_run(call, request), results, *await self._decoding())
-        admission.settle(answer["usage"]["total_tokens"])
+        await gateway.quotas.told(call.tenant)
         return as_json(answer, then=partial(gateway.delivered, call))
 
     async def _read(self, call: Call, kind: str) -> Request:
@@ -154,32 +156,29 @@ class OpenAIDoor:
             _request, kind, body, tokenizer, gateway.texts.encode_chat, context_length=model.context or None,
             adapters=adapters, record=call.session is not None,
         )  # fmt: skip
-        texts = kind == "chat" or isinstance((body.get("prompt") or [0])[0], str)
-        request = await asyncio.to_thread(read) if texts else read()  # tokens of texts take their time
+        ids = isinstance(prompt := body.get("prompt"), list) and not any(isinstance(it, str) for it in prompt[:1])
+        request = read() if ids and kind == "completion" else await asyncio.to_thread(read)  # tokens of texts take time
         return replace(request, jobs=tuple(gateway.job(call, job) for job in request.jobs))
 
-    async def _events(
-        self, call: Call, request: Request, deltas: AsyncGenerator[Delta], admission: Admission
-    ) -> AsyncGenerator[bytes]:
-        used = sum(job.token_ids.size for job in request.jobs if job.token_ids is not None)
-
-        async def counted() -> AsyncGenerator[Delta]:
-            nonlocal used
+    async def _events(self, call: Call, request: Request, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[bytes]:
+        async def sound() -> AsyncGenerator[Delta]:
             async for delta in deltas:
-                used += delta.token_ids.size
+                if delta.restarted and not request.tools.parsed:
+                    text = "The worker is lost, and another one begins this sample anew. Ask again."
+                    raise Refused(503, "restarted", text, retry_after_s=1)
                 yield delta
 
         try:
             try:
-                async for chunk in stream_chunks(request, counted(), *await self._decoding()):
+                async for chunk in stream_chunks(request, sound(), *await self._decoding()):
                     yield event(orjson.dumps(chunk))
-            except RolloutMQError as error:
+            except (RolloutMQError, RedisError, OSError, TimeoutError) as error:
                 yield event(bytes(told(error).response.body))
+            await self._gateway.quotas.told(call.tenant)
             yield event(b"[DONE]")
             await self._gateway.delivered(call)
         finally:
             await deltas.aclose()
-            admission.settle(used)
 
     async def _decoding(self) -> tuple[Any, Any]:
         """How ids are shown: as text, where the gateway has the model's tokenizer."""
@@ -187,15 +186,6 @@ class OpenAIDoor:
         return (None, None) if tokenizer is None else (self._gateway.texts.decode, bytes_reader(tokenizer))
 
     # --- answers later ---------------------------------------------------------------------------------------------
-
-    async def _enqueue(self, call: Call, request: Request, admission: Admission) -> Response:
-        call.key = call.key or secrets.token_hex(16)
-        begun = await self._gateway.begin(call, request.jobs)
-        if begun.state == "new":
-            self._gateway.run(begun, request.jobs).add_done_callback(lambda _: admission.settle())
-        else:
-            admission.settle(0)
-        return as_json({"id": begun.id, "object": "request", "status": "queued"}, 202)
 
     async def _fetch(self, http: Http) -> Response:
         begun = await self._begun(http)
@@ -251,9 +241,16 @@ class OpenAIDoor:
     async def _models(self, http: Http) -> Response:
         self._tenant(http)
         model, adapters = await self._gateway.facts.model(), await self._gateway.facts.adapters()
-        if not model.name:
-            return as_json({"object": "list", "data": []})
-        return as_json(model_list(model.name, model.context, self._started, sorted(adapters)))
+        found = model_list(model.name, model.context, self._started, sorted(adapters))
+        found["data"] = [one for one in found["data"] if one["id"]]
+        if (wanted := http.path_params.get("model")) is None:
+            return as_json(found)
+        if wanted in model.names:
+            return as_json(found["data"][0])
+        for one in found["data"]:
+            if one["id"] == wanted:
+                return as_json(one)
+        raise Refused(404, "model_not_found", f"The model {wanted!r} does not exist here.", param="model")
 
     async def _tokenize(self, http: Http) -> Response:
         call = await read_call(http, self._gateway.tenants, {})
@@ -283,8 +280,7 @@ class OpenAIDoor:
 
     async def _finish_session(self, http: Http) -> Response:
         tenant, session = self._tenant(http), http.query_params.get("session_id", "")
-        await self._gateway.sessions.close(tenant, session)
-        return as_json({"status": "ok"})
+        return as_json({"status": "ok", "closed": await self._gateway.sessions.close(tenant, session)})
 
     def _tenant(self, http: Http) -> str:
         name = http.state.tenant = self._gateway.tenants.of(http.scope["headers"]).name

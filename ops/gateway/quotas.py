@@ -103,6 +103,12 @@ class Quotas:
             await self._scripts.run(calls.settle(tenant, int(LEASE_S * 1000), *mine))
         self._open -= ended
 
+    async def told(self, tenant: Tenant) -> None:
+        """Return when Redis knows of what has ended, for a tenant whose next request may depend on it."""
+        if tenant.max_running:
+            with contextlib.suppress(RedisError):  # `run` tries again
+                await self.settle()
+
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         """Inside the block Redis hears of what ends and what runs; what has ended is told before it is left."""

@@ -7,9 +7,12 @@ the client asks again; one that would rather wait says for how long.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from redis.exceptions import RedisError
 
 from ...messages.errors import InvalidField, RolloutMQError
 from ...messages.model import GenerateJob
@@ -18,6 +21,7 @@ from .facts import PoolFacts, serves
 WAIT_HEADER = "x-weight-version-wait"
 MOST_WAIT_S = 3600.0
 LOOK_S = 0.2
+LOST_S = 5.0
 
 
 class VersionNotReady(RolloutMQError):
@@ -49,6 +53,20 @@ def wait_s(headers: Mapping[str, str]) -> float:
     if not 0.0 <= found <= MOST_WAIT_S:
         raise InvalidField(WAIT_HEADER, said, f"seconds from 0 to {MOST_WAIT_S:g}")
     return found
+
+
+async def watch_versions(facts: PoolFacts, jobs: Sequence[GenerateJob]) -> None:
+    """Raises VersionNotReady once no worker could have served these jobs for LOST_S: those that could are gone."""
+    lost_at = None
+    while lost_at is None or time.monotonic() - lost_at < LOST_S:
+        await asyncio.sleep(1.0)
+        with contextlib.suppress(RedisError, OSError, TimeoutError):
+            try:
+                await check_versions(facts, jobs, 0.0)
+                lost_at = None
+            except VersionNotReady as error:
+                lost_at, lost = lost_at or time.monotonic(), error
+    raise lost
 
 
 async def check_versions(facts: PoolFacts, jobs: Sequence[GenerateJob], seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -165,20 +166,44 @@ async def test_turns_of_a_session_are_there_for_the_trainer(
     assert refused(late) == (409, "session_taken")
 
 
-async def test_a_client_that_sends_a_turn_again_makes_no_second_one(slow: Served, redis_db: str) -> None:
+async def test_a_repeat_of_what_somebody_listens_to_is_a_request_of_its_own(slow: Served, redis_db: str) -> None:
+    """OpenAI's client says that it repeats also after a refusal, when nothing had run."""
     client, running = slow
-    again = {"x-stainless-retry-count": "1"}
-    path = "/sessions/s/v1/completions"
-    first = asyncio.create_task(client.post(path, json=PROMPT))
-    await eventually(lambda: runs(running.engine, 1))
+    path, again = "/sessions/s/v1/completions", {"x-stainless-retry-count": "1"}
     async with gateway(redis_db) as other:
-        repeat = asyncio.create_task(other.post(path, json=PROMPT, headers=again))
-        twin = asyncio.create_task(other.post(path, json=PROMPT))  # no repeat: a request of its own
-        await eventually(lambda: runs(running.engine, 2))
-        answers = [sampled(await it) for it in (first, repeat, twin)]
-    assert answers[0] == answers[1] != answers[2]
+        first = asyncio.create_task(client.post(path, json=PROMPT))
+        await eventually(lambda: runs(running.engine, 1))
+        rest = (other.post(path, json=PROMPT, headers=it) for it in (again, {}))
+        answers = [sampled(it)[0] for it in await asyncio.gather(first, *rest)]
+    assert len({*map(tuple, answers)}) == len(answers) == 3
     async with RolloutClient(redis_db) as trainer:
-        assert len((await trainer.take_session("s")).turns) == 2
+        assert len((await trainer.take_session("s")).turns) == 3
+        assert await trainer.broker.redis.keys("*:request:*") == []
+
+
+async def test_a_client_that_gave_up_and_asks_again_has_one_turn(slow: Served, redis_db: str) -> None:
+    client, _ = slow
+    path = "/sessions/s/v1/completions"
+    with pytest.raises(httpx.ReadTimeout):
+        await client.post(path, json=PROMPT, timeout=0.5)
+    again = await client.post(path, json=PROMPT, headers={"x-stainless-retry-count": "1"})
+    async with RolloutClient(redis_db) as trainer:
+        (turn,) = (await trainer.take_session("s")).turns
+    assert turn.token_ids.tolist() == sampled(again)[0]
+
+
+async def test_a_taken_session_is_refused_before_anything_runs(served: Served) -> None:
+    client, running = served
+    path = "/sessions/s/v1/completions"
+    await client.post(path, json=PROMPT)
+    assert (await client.post("/finish_session", params={"session_id": "s"})).json() == {"status": "ok", "closed": True}
+    for more in ({}, {"stream": True}):
+        late = await client.post(path, json=PROMPT | more)
+        assert refused(late) == (409, "session_taken")
+        assert late.headers["x-should-retry"] == "false"
+    assert running.generation.finished == 1
+    other = await client.post("/finish_session", params={"session_id": "other"})
+    assert other.json() == {"status": "ok", "closed": False}
 
 
 async def test_a_version_that_nobody_has_is_refused_or_waited_for(served: Served) -> None:
@@ -219,6 +244,34 @@ async def test_tenants_see_nothing_of_each_other(redis_db: str, tmp_path: Path, 
         assert refusal.status_code == 401
 
 
+@asynccontextmanager
+async def limited(redis_db: str, tmp_path: Path, limits: str, **engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway for one tenant with these limits, and its worker."""
+    (key, line), file = new_key(), tmp_path / "keys.toml"
+    file.write_text(f"[tenants.a]\nkeys = ['{line}']\n{limits}\n")
+    file.chmod(0o600)
+    async with worker(redis_db, engine=ScriptedEngine(**engine)), gateway(redis_db, keys=file) as client:
+        client.headers["x-api-key"] = key
+        yield client
+
+
+async def test_one_request_at_a_time_is_served_one_after_the_other(redis_db: str, tmp_path: Path) -> None:
+    async with limited(redis_db, tmp_path, "max_running = 1") as client:
+        for more in ({}, {"stream": True}, {"session_id": "s"}, {"request_id": "r"}) * 3:
+            assert (await client.post("/v1/completions", json=PROMPT | more)).status_code == 200
+
+
+async def test_a_repeat_costs_nothing_and_who_hangs_up_pays(redis_db: str, tmp_path: Path) -> None:
+    async with limited(redis_db, tmp_path, "tokens_per_day = 30", tokens_per_s=8.0) as client:
+        for _ in range(4):
+            sampled(await client.post("/v1/completions", json=PROMPT | {"request_id": "r"}))  # 7 tokens, once
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json=PROMPT | {"request_id": "q", "max_tokens": 12}, timeout=0.2)
+        late = await client.post("/v1/completions", json=PROMPT | {"max_tokens": 12})
+        assert refused(late) == (429, "insufficient_quota")
+        assert len(sampled(await client.get("/v1/requests/q?wait=60"))[0]) == 12
+
+
 async def test_what_changes_the_pool_is_not_for_its_clients(served: Served) -> None:
     client, _ = served
     for name in ("pause_generation", "flush_cache", "update_weights_from_disk", "abort_request"):
@@ -242,6 +295,8 @@ async def test_bad_requests_name_what_is_wrong(served: Served) -> None:
     assert refused(await client.post("/v1/completions", content=b"[]")) == (400, "invalid_json")
     assert refused(await client.post("/v1/completions", json=PROMPT | {"model": "no"})) == (404, "model_not_found")
     assert refused(await client.get("/v1/nothing"))[0] == 404
+    assert refused(await client.get("/v1/models/none")) == (404, "model_not_found")
+    assert (await client.get("/v1/models/scripted")).json()["id"] == "scripted"
     assert refused(await client.get("/v1/completions"))[0] == 405
 
 
