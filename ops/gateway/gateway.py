@@ -57,7 +57,7 @@ class Gateway:
         self.sessions = RecordedSessions(broker)
         self.core = Core(settings.redis, settings.pool, self._join)
         self._gateways = Gateways(settings.redis, self.requests, record=self._record, renamed=self.core.close)
-        self._running: dict[str, asyncio.Task[Any]] = {}  # by the ids of requests, while this gateway runs them
+        self._running: dict[str, asyncio.Task[Any]] = {}  # by the seeds of requests, while this gateway runs them
         self.loaded: Callable[[], None] = lambda: None
         """Called when the tokenizer is there, the last of what stays."""
         self._tokenizer: Any = None
@@ -90,7 +90,7 @@ class Gateway:
         try:
             return results_of(await call.unless_gone(self._wait(call, jobs)))
         except (ClientGone, VersionNotReady):
-            if call.key is None and (task := self._running.get(call.request.id)) is not None:
+            if call.key is None and (task := self._running.get(call.request.seed)) is not None:
                 task.cancel()
             raise
 
@@ -184,11 +184,14 @@ class Gateway:
             call.settle(used)
 
     async def cancel(self, request: Request) -> None:
-        """End a request, whoever runs it, and forget its answer."""
-        if request.state == "running":
-            member = await self.core.member(request.tenant)
-            await member.core.broker.cancel(request.job_ids, "cancelled by its client")
-        await self.requests.drop(request)
+        """End a request, whoever runs it: that is its answer then. One that has an answer is forgotten."""
+        if request.state != "running":
+            await self.requests.drop(request)
+            return
+        told = JobFailure(job_id=request.job_ids[0], outcome="cancelled", cause="cancelled by its client")
+        with contextlib.suppress(RequestLost):
+            await self.requests.finish(request, told)
+        await (await self.core.member(request.tenant)).core.broker.cancel(request.job_ids, told.cause)
 
     async def delivered(self, call: Call) -> None:
         """The client has its answer. If it gave its request no key, it cannot ask for the answer again."""
@@ -236,7 +239,7 @@ class Gateway:
                     await asyncio.shield(self.requests.drop(request))
                 raise
 
-        name, task = request.id if request is not None else secrets.token_hex(8), asyncio.create_task(guarded())
+        name, task = request.seed if request is not None else secrets.token_hex(8), asyncio.create_task(guarded())
         self._running[name] = task
         task.add_done_callback(lambda _: self._running.pop(name, None))
         task.add_done_callback(_seen)

@@ -119,7 +119,7 @@ class OpenAIDoor:
         if call.body.get("weight_version") is not None:
             await call.unless_gone(check_versions(gateway.facts, request.jobs, wait_s(http.headers)))
             call.watch = partial(watch_versions, gateway.facts, request.jobs)
-        call.key, call.most = call.key or (secrets.token_hex(16) if later else None), _most(request)
+        call.key, call.most = call.key or (secrets.token_hex(16) if later else None), _most(call, request)
         await gateway.begin(call, request.jobs)
         if later and call.request is not None:
             if call.request.state == "new":
@@ -227,7 +227,7 @@ class OpenAIDoor:
         gateway = self._gateway
         call = await read_call(http, gateway.tenants, {})
         job = embedding_job(call.body)
-        admission = await gateway.quotas.admit(call.tenant, sum(map(len, job.token_ids or ())))
+        admission = await gateway.quotas.admit(call.tenant, len(call.raw))
         member = await gateway.core.member(call.tenant.name)
         used = None
         try:
@@ -311,7 +311,7 @@ def _as_run(call: Call, request: Request) -> Request:
     return request if call.request is None else replace(request, jobs=tuple(named(call.request, request.jobs)))
 
 
-def _most(request: Request) -> int:
-    """The most tokens that a request can cost."""
-    prompts = sum(job.token_ids.size for job in request.jobs if job.token_ids is not None)
+def _most(call: Call, request: Request) -> int:
+    """The most tokens that a request can cost. Those of a text that workers take apart are no more than its bytes."""
+    prompts = sum(len(call.raw) if job.token_ids is None else job.token_ids.size for job in request.jobs)
     return prompts + sum(job.n * job.sampling.max_new_tokens for job in request.jobs)

@@ -65,7 +65,8 @@ def chat_logprobs(
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = _text(token, decode)
         shown = _text(token, None) if ids_as_tokens else text
-        raw = _bytes(token, text, token_bytes) if decode is not None else None
+        # With ids as tokens, as vLLM: of the text that is shown. ART takes parts of characters for broken text.
+        raw = _bytes(token, text, token_bytes, ids_as_tokens) if decode is not None else None
         return {"token": shown, "token_id": token, "logprob": logprob, "bytes": raw}
 
     content = []
@@ -109,8 +110,8 @@ def _text(token: int, decode: Decode | None) -> str:
     return decode([token]) if decode is not None else f"token_id:{token}"
 
 
-def _bytes(token: int, text: str, token_bytes: TokenBytes | None) -> list[int] | None:
-    if _UNKNOWN not in text:
+def _bytes(token: int, text: str, token_bytes: TokenBytes | None, as_shown: bool) -> list[int] | None:
+    if as_shown or _UNKNOWN not in text:
         return list(text.encode())
     return list(token_bytes(token)) if token_bytes is not None else None
 

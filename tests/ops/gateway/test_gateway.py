@@ -136,7 +136,10 @@ async def test_an_enqueued_request_is_fetched_later_and_can_be_cancelled(slow: S
     await eventually(lambda: runs(running.engine, 1))
     assert (await client.delete("/v1/requests/r-2")).status_code == 200
     await eventually(lambda: running.generation.running == 0)
+    assert refused(await client.get("/v1/requests/r-2"))[0] == 408
+    assert (await client.delete("/v1/requests/r-2")).status_code == 200
     assert refused(await client.get("/v1/requests/r-2")) == (404, "no_such_request")
+    assert running.generation.finished == 2
 
 
 @pytest.mark.parametrize(
@@ -204,6 +207,31 @@ async def test_a_taken_session_is_refused_before_anything_runs(served: Served) -
     assert running.generation.finished == 1
     other = await client.post("/finish_session", params={"session_id": "other"})
     assert other.json() == {"status": "ok", "closed": False}
+
+
+async def test_a_cancelled_request_is_told_to_all_who_wait_for_it(slow: Served, redis_db: str) -> None:
+    client, running = slow
+    async with gateway(redis_db) as other:
+        asked = [
+            asyncio.create_task(it.post("/v1/completions", json=PROMPT | {"request_id": "r"})) for it in (client, other)
+        ]
+        await eventually(lambda: runs(running.engine, 1))
+        assert (await other.delete("/v1/requests/r")).status_code == 200
+        assert [refused(await it)[0] for it in asked] == [408, 408]
+    assert running.generation.finished == 0
+
+
+async def test_tenants_with_one_key_do_not_end_each_other(redis_db: str, tmp_path: Path) -> None:
+    made = [new_key() for _ in range(2)]
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(f"[tenants.t{number}]\nkeys = ['{line}']\n" for number, (_, line) in enumerate(made)))
+    file.chmod(0o600)
+    one, other = ({"x-api-key": key, "x-session-id": "s"} for key, _ in made)
+    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=4.0)), gateway(redis_db, keys=file) as client:
+        stays = asyncio.create_task(client.post("/v1/completions", json=PROMPT, headers=one))
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json=PROMPT, headers=other, timeout=0.3)
+        assert len(sampled(await stays)) == 1
 
 
 async def test_a_version_that_nobody_has_is_refused_or_waited_for(served: Served) -> None:
