@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import random
 import socket
 import statistics
@@ -44,6 +45,9 @@ PROMPT = 64
 """Tokens of each prompt; each is random, so no cache has any."""
 VOCAB = 250
 WAIT_S = 600.0
+
+if multiprocessing.parent_process() is not None:  # one of SGLang's processes, which imports it next
+    prepare_engine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,14 +415,12 @@ def _sglang(given: dict[str, Any]) -> None:
 
 
 def _scheduler(*given: Any, **named: Any) -> None:
-    prepare_engine()  # a process of its own, which needs it, too
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*given, **named)
 
 
 def _detokenizer(*given: Any, **named: Any) -> None:
-    prepare_engine()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*given, **named)
