@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import random
 import socket
 import statistics
@@ -46,8 +45,7 @@ PROMPT = 64
 VOCAB = 250
 WAIT_S = 600.0
 
-if multiprocessing.parent_process() is not None:  # one of SGLang's processes, which imports it next
-    prepare_engine()
+prepare_engine()  # SGLang's own processes import this module first
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +396,6 @@ def _compare(plan: Plan, run: Run, at: dict[str, str], gateway: Served) -> dict[
 
 def _sglang(given: dict[str, Any]) -> None:
     """SGLang's own server with the arguments that the worker gives its engine. It prints its port."""
-    prepare_engine()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 

@@ -135,8 +135,11 @@ class OpenAIDoor:
         """The request in a body. Raises InvalidField, and Refused for a model that is not here."""
         gateway = self._gateway
         model, adapters = await gateway.facts.model(), await gateway.facts.adapters()
-        body = {"model": model.name} | call.body | {"session_id": call.session}
-        if model.path and (said := body["model"]) not in model.names and str(said).rpartition(":")[2] not in adapters:
+        said = model.name if call.body.get("model") is None else call.body["model"]
+        body = call.body | {"model": said, "session_id": call.session}
+        if not isinstance(said, str):
+            raise InvalidField("model", said, "a text")
+        if model.path and said not in model.names and str(said).rpartition(":")[2] not in adapters:
             here = ", ".join(sorted({model.name} | adapters.keys()))
             raise Refused(404, "model_not_found", f"The model {said!r} does not exist here: {here}.", param="model")
         if body.get("chat_template") is not None:
