@@ -31,7 +31,7 @@ help:
 	@echo "make test-all    all tests that CI runs: these, trainers, shards, and what runs scripts on Redis 7 and 6.2"
 	@echo "make test-whole    these, and the few that take longest"
 	@echo "make test-long   what CI has no time for: slow tests, all on Redis 7 and 6.2, all of chaos, ten minutes of fuzz; the result is committed"
-	@echo "make test-trainers    with verl's and SkyRL's own packages, which it installs (210 MB)"
+	@echo "make test-trainers    with trainers' and agents' own packages, which it installs (290 MB)"
 	@echo "make test-redis7, make test-redis62    what depends on the server, on the Redis 7 on PATH or on 6.2"
 	@echo "make test-shards    what the queue promises, on a pool with two shards on two servers"
 	@echo "make coverage    branches of the package that the tests take in their own processes"
@@ -85,13 +85,14 @@ test-long: setup
 	  { echo; echo "make $$leg: $$(($$(date +%s) - began)) s"; grep -E "^=+ .*(passed|failed)|FAILED|cases|^(ok|FAIL) +[a-z]" \
 	    out/long-$${leg%% *}.log | tail -80; } >>$(LONG); done; cat $(LONG); exit $$failed
 
-# verl, SkyRL and Ray in a folder of their own: nothing else here needs them. What they leave unclosed is no failure.
+# verl, SkyRL, Ray, NeMo-Gym and others in a folder of their own: nothing else here needs them. What they leave unclosed
+# is no failure.
 TRAINERS = .venv/trainers
 test-trainers: setup
 	@mkdir -p out; if ! cmp -s requirements/trainers.txt $(TRAINERS)/made-from; then \
 	  rm -rf $(TRAINERS); .venv/bin/python -m pip install -q --no-input --no-compile --no-deps --ignore-requires-python \
 	    --target $(TRAINERS) -r requirements/trainers.txt >out/trainers.log 2>&1 || { \
-	    echo "test-trainers: pip cannot install verl and SkyRL (out/trainers.log), nothing is tested with them"; exit 0; }; \
+	    echo "test-trainers: pip cannot install them (out/trainers.log), nothing is tested with them"; exit 0; }; \
 	  cp requirements/trainers.txt $(TRAINERS)/made-from; fi; \
 	set -x; export PYTHONPATH="$(CURDIR)/$(TRAINERS)" PYTEST_ADDOPTS="-W default::pytest.PytestUnraisableExceptionWarning"; \
 	  .venv/bin/python -m pytest tests/packages --junitxml=out/tests-trainers.xml $(PYTEST) $(ONCE_MORE)

@@ -41,6 +41,8 @@ async def read_state(broker: Broker) -> dict[str, Any]:
         "open_bytes": load.open_bytes,
         "unread_bytes": load.unread_bytes,
         "session_bytes": load.session_bytes,
+        "gateways": sorted(reading.gateways),
+        "answer_bytes": load.answer_bytes,
         "sessions_expired": load.sessions_expired,
         "set_aside": load.set_aside,
         "reasons": [asdict(one) | {"told": one.told(reading.at)} for one in reasons(reading)],
@@ -72,6 +74,8 @@ def status_lines(state: dict[str, Any]) -> Iterator[str]:
         yield from _wrapped(f"{'why jobs wait' if reason['stops'] else 'problem'}: {reason['told']}")
     if state["unread_bytes"]:
         yield f"results that wait for their clients: {state['unread_bytes']:,} bytes"
+    if state["gateways"] or state["answer_bytes"]:
+        yield f"gateways: {len(state['gateways'])}; answers kept for repeats: {state['answer_bytes']:,} bytes"
     if state["session_bytes"] or state["sessions_expired"]:
         lost = f"{state['sessions_expired']} ended that nobody took"
         yield f"recorded sessions: {state['session_bytes']:,} bytes; {lost}"

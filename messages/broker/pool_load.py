@@ -17,6 +17,7 @@ class PoolLoad:
     often a worker has claimed a job; redelivered: how often one that a worker had had before. leases_lost: workers that
     fell silent for a whole lease. taken_bytes: of results that their clients have acknowledged, or that somebody has
     dropped. session_bytes: turns of recorded sessions. sessions_expired: how many ended with nobody having taken them.
+    answer_bytes: answers that gateways keep for repeats.
     """
 
     queued: tuple[int, ...]
@@ -27,6 +28,7 @@ class PoolLoad:
     letter_bytes: int
     saved_bytes: int
     session_bytes: int
+    answer_bytes: int
     cap_bytes: int
     set_aside: int
     accepted: int
@@ -63,6 +65,7 @@ _COUNTERS = {
     "unread_bytes": "unread",
     "letter_bytes": "letters",
     "saved_bytes": "saved",
+    "answer_bytes": "answered",
     "cap_bytes": "cap",
     "set_aside": "aside",
     "taken_bytes": "taken",

@@ -31,7 +31,7 @@ def gateway(
     json: Annotated[bool, typer.Option("--json", help="Print where it listens as one line of JSON.")] = False,
     log_level: LogLevel = "info",
 ) -> None:
-    """Serve the pool to clients of OpenAI's API, until SIGTERM or Ctrl-C. Any number of them may run side by side.
+    """Serve the pool to clients of OpenAI's API. Until SIGTERM or Ctrl-C; any number of them may run side by side.
 
     \b
     rolloutmq gateway --port 8000

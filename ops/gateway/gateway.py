@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any, TypeVar, cast
 from ...messages.broker import RecordedSessions, broker_of
 from ...messages.errors import ConfigError, JobFailed
 from ...messages.model import EmbedJob, GenerateJob, JobFailure, RolloutResult
-from ...messages.redis import connect, name_once, ping
+from ...messages.redis import connect, ping
 from ...producer.calls import Delta, Watched
 from ...producer.data import Texts
 from ...producer.inbox import Group
@@ -27,8 +28,9 @@ from .requests import Request, RequestLost, Requests
 from .settings import Settings
 from .tenants import Tenants
 
+log = logging.getLogger(__name__)
 WAIT_S = 5.0
-TOKENIZER_S = 30.0
+TOKENIZER_S = 60.0
 """A tokenizer that could not be loaded is looked for again after so many seconds."""
 Results = list[list[RolloutResult]]
 """The samples of each of a request's jobs, in order."""
@@ -136,7 +138,7 @@ class Gateway:
                 self.loaded()
             except ConfigError as error:
                 self._look_at = time.monotonic() + TOKENIZER_S
-                name_once(f"workers make tokens and text: {error}")
+                log.warning("workers make tokens and text: %s", error)
         return self._tokenizer
 
     def run(self, request: Request, jobs: Sequence[GenerateJob]) -> asyncio.Task[Answer]:

@@ -20,7 +20,6 @@ from starlette.routing import Route
 
 from ...messages.errors import InvalidField, RolloutMQError
 from ...messages.model import EmbedResult
-from ...messages.redis import name_once
 from ...producer.calls import Delta, tasks
 from ...producer.openai import (
     Render,
@@ -34,6 +33,7 @@ from ...producer.openai import (
     model_list,
     response,
     stream_chunks,
+    switch,
     tokenize,
 )
 from .call import Call, read_call
@@ -118,7 +118,7 @@ class OpenAIDoor:
             await call.unless_gone(check_versions(gateway.facts, request.jobs, wait_s(http.headers)))
         admission = await gateway.quotas.admit(call.tenant, _most(request))
         try:
-            if call.body.get("enqueue"):
+            if switch(call.body, "enqueue"):
                 return await self._enqueue(call, request, admission)
             if request.stream:
                 deltas = await gateway.stream(call, request.jobs)
@@ -139,26 +139,24 @@ class OpenAIDoor:
         body = call.body | {"model": said, "session_id": call.session}
         if not isinstance(said, str):
             raise InvalidField("model", said, "a text")
-        if model.path and said not in model.names and str(said).rpartition(":")[2] not in adapters:
+        if model.path and said not in model.names and said.rpartition(":")[2] not in adapters:
             here = ", ".join(sorted({model.name} | adapters.keys()))
             raise Refused(404, "model_not_found", f"The model {said!r} does not exist here: {here}.", param="model")
         if body.get("chat_template") is not None:
             raise InvalidField("chat_template", body["chat_template"], "absent: a template is a program")
-        if body.get("seed") is not None and not await gateway.facts.honours("seed"):
-            name_once("seeds of requests have no effect: no worker's engine is deterministic")
-            del body["seed"]
+        if type(body.get("seed")) is int and not await gateway.facts.honours("seed"):
+            del body["seed"]  # OpenAI's is best effort, too
         try:
             call.about = orjson.dumps({"kind": kind} | {name: it for name, it in body.items() if name not in PROMPTS})
         except TypeError as error:  # it reads what is deeper than it writes
             raise Refused(400, "invalid_json", f"the body is nested too deep: {error}") from None
         tokenizer = await gateway.tokenizer()
-        context = model.context or None
         read = partial(
-            _request, kind, body, context if tokenizer is not None or kind == "completion" else None,
-            gateway.texts.encode_chat if tokenizer is not None else None,
+            _request, kind, body, tokenizer, gateway.texts.encode_chat, context_length=model.context or None,
             adapters=adapters, record=call.session is not None,
         )  # fmt: skip
-        request = read() if kind == "completion" else await asyncio.to_thread(read)  # which makes tokens of messages
+        texts = kind == "chat" or isinstance((body.get("prompt") or [0])[0], str)
+        request = await asyncio.to_thread(read) if texts else read()  # tokens of texts take their time
         return replace(request, jobs=tuple(gateway.job(call, job) for job in request.jobs))
 
     async def _events(
@@ -215,7 +213,8 @@ class OpenAIDoor:
         about = orjson.loads(begun.about)
         kind = about.pop("kind")
         asked = {"messages": [{"role": "user", "content": "-"}]} if kind == "chat" else {"prompt": ["-"] * len(results)}
-        request = _request(kind, about | asked, None, None, adapters=await self._gateway.facts.adapters(), record=False)
+        adapters = await self._gateway.facts.adapters()
+        request = _request(kind, about | asked, None, self._gateway.texts.encode_chat, adapters=adapters)
         ids = [samples[0].job_id for samples in results]
         jobs = tuple(job.model_copy(update={"id": it}) for job, it in zip(request.jobs, ids, strict=True))
         return as_json(response(replace(request, jobs=jobs), results, *await self._decoding()))
@@ -293,10 +292,23 @@ class OpenAIDoor:
         return name
 
 
-def _request(kind: str, body: dict[str, Any], context: int | None, render: Render | None, **more: Any) -> Request:
+def _request(kind: str, body: dict[str, Any], tokenizer: Any, render: Render, **more: Any) -> Request:
+    """The request in a body. tokenizer: None if workers make tokens: then nobody knows yet whether they fit."""
     if kind == "completion":
-        return completion_request(body, context_length=context, **more)
-    return chat_request(body, render=render, context_length=context, **more)
+        if tokenizer is not None:
+            body = body | {"prompt": _encoded(body.get("prompt"), tokenizer)}
+        return completion_request(body, **more)
+    if tokenizer is None:
+        return chat_request(body, **more | {"context_length": None})
+    return chat_request(body, render=render, **more)
+
+
+def _encoded(prompt: Any, tokenizer: Any) -> Any:
+    if isinstance(prompt, str) and prompt:
+        return tokenizer(prompt)["input_ids"]
+    if isinstance(prompt, list) and prompt and all(isinstance(one, str) and one for one in prompt):
+        return [tokenizer(one)["input_ids"] for one in prompt]
+    return prompt
 
 
 def _as_run(call: Call, request: Request) -> Request:

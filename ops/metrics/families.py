@@ -83,6 +83,8 @@ def _jobs(reading: Reading) -> Iterable[Metric]:
     yield counter(P + "lost_leases_total", "Workers that were silent for a whole lease.", load.leases_lost)
     yield gauge(P + "dead_letters", "Jobs that were given up and wait for an operator.", reading.dead_letters)
     yield counter(P + "keys_set_aside_total", "Keys renamed because nobody could use what they held.", load.set_aside)
+    yield gauge(P + "gateways", "Gateways that have served somebody and not left.", len(reading.pool.gateways))
+    yield gauge(P + "kept_answer_bytes", "Answers that gateways keep for repeats.", load.answer_bytes)
     yield counter(P + "expired_sessions_total", "Recorded sessions that ended and nobody took.", load.sessions_expired)
 
 

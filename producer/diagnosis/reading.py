@@ -57,7 +57,7 @@ class PoolReading:
     until the worker was in the pool, 0 if that is not known.
     committed, newest: version of the weights that is the pool's, and the newest that was ever announced. transfer: the
     number of the one under way, 0 for none. offered_by: who says that it offers the committed version; "" for
-    the trainer.
+    the trainer. gateways: names of those that have served somebody and not left.
     ready: jobs that wait in the queues for any worker; heads: the first of each queue; oldest_at: when the oldest of
     these was made, by its id. unclaimed: whether one of them stayed there for a while beside free slots. ahead: jobs
     that wait for weights newer than the committed ones. behind: for those, or older ones. adapters: for an adapter's
@@ -81,6 +81,7 @@ class PoolReading:
     newest: int = 0
     transfer: int = 0
     offered_by: frozenset[str] = frozenset()
+    gateways: frozenset[str] = frozenset()
     ready: int = 0
     heads: frozenset[str] = frozenset()
     oldest_at: float | None = None
@@ -298,7 +299,8 @@ async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> 
         pipe.hgetall(home.keys.weights)
         pipe.hgetall(home.keys.holders)
         pipe.hgetall(home.keys.starting)
-        leases, weights, holders, starts = await _answers(pipe, [[], {}, {}, {}])
+        pipe.hgetall(home.keys.gateways)
+        leases, weights, holders, starts, gateways = await _answers(pipe, [[], {}, {}, {}, {}])
     weights = {text(name): value for name, value in weights.items()}
     committed = whole(weights.get("committed"))
     at = first.now_ms / 1000
@@ -316,6 +318,7 @@ async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> 
         newest=max(committed, whole(weights.get("highest"))),
         transfer=whole(weights.get("open")),
         offered_by=frozenset(text(name) for name in Ledger.offering(holders, committed)),
+        gateways=frozenset(text(client).rpartition("/")[2] for client, heir in gateways.items() if not heir),
         ready=sum(it.ready for it in parts),
         heads=frozenset().union(*(it.heads for it in parts)),
         oldest_at=min(oldest, default=None),

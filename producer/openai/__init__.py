@@ -10,6 +10,7 @@
 from .chunks import GrowingText, stream_chunks
 from .embeddings import embedding_job, embedding_response
 from .errors import error_of
+from .fields import switch
 from .logprobs import Tokens, bytes_reader
 from .models import model_list
 from .request import Render, Request, chat_request, completion_request
@@ -31,6 +32,7 @@ __all__ = [
     "model_list",
     "response",
     "stream_chunks",
+    "switch",
     "tokenize",
     "version_spans",
 ]

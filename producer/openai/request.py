@@ -286,7 +286,11 @@ _ECHOED = frozenset(
 
 def is_ids(value: Any) -> bool:
     """Whether it is a list of token ids, at least one."""
-    return isinstance(value, list | tuple) and all(type(token) is int for token in value) and len(value) > 0
+    return (
+        isinstance(value, list | tuple)
+        and all(type(it) is int and 0 <= it < 1 << 31 for it in value)
+        and len(value) > 0
+    )
 
 
 def prompts_of(name: str, raw: Any) -> list[dict[str, Any]]:

@@ -253,7 +253,7 @@ async def test_letters_count_against_the_pools_bytes_until_they_go(
     await tight.enqueue([job()])
     with pytest.raises(PoolBusy) as busy:
         await tight.enqueue([job(metadata={"large": "x" * (LARGE // 4)})])
-    assert "dead letters hold" in str(busy.value)
+    assert "dead letters and sessions hold" in str(busy.value)
     await letters.drop(str(await letters.newest_id()))
     await kept(broker, db)
     requeued = await letters.requeue(str(await letters.newest_id()))

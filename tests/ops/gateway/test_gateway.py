@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 from support.gateways import gateway
-from support.pools.pool import Running, eventually, runs, worker
+from support.pools.pool import Running, eventually, letters, runs, worker
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages.broker import Broker
@@ -112,13 +112,14 @@ async def test_a_request_with_a_key_has_one_answer_through_any_gateway(redis_db:
         assert running.generation.finished == 2
 
 
-async def test_a_failure_is_the_answer_too(served: Served) -> None:
+async def test_a_failure_is_the_answer_too_and_no_dead_letter(served: Served, broker: Broker) -> None:
     client, running = served
     body = {"messages": [{"role": "user", "content": "hi"}], "request_id": "r-1"}  # nobody here has a tokenizer
     answers = [await client.post("/v1/chat/completions", json=body) for _ in range(2)]
     assert [refused(answer)[0] for answer in answers] == [400, 400]
     assert "no tokenizer" in answers[1].json()["error"]["message"]
     assert running.generation.finished == 0
+    assert await letters(broker) == []
 
 
 async def test_an_enqueued_request_is_fetched_later_and_can_be_cancelled(slow: Served) -> None:
@@ -235,11 +236,13 @@ async def test_bad_requests_name_what_is_wrong(served: Served) -> None:
         (PROMPT | {"session_id": "a b"}, "session_id"),
         (PROMPT | {"request_id": 7}, "request_id"),
         (PROMPT | {"weight_version": 7}, "weight_version"),
+        (PROMPT | {"model": {"a": 1}}, "model"),
     ):
         answer = await client.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert refused(await client.post("/v1/completions", content=b"[]")) == (400, "invalid_json")
     assert refused(await client.post("/v1/completions", json=PROMPT | {"model": "no"})) == (404, "model_not_found")
+    assert (await client.post("/v1/completions", json=PROMPT | {"model": None})).json()["model"] == "scripted"
     assert refused(await client.get("/v1/nothing"))[0] == 404
     assert refused(await client.get("/v1/completions"))[0] == 405
 

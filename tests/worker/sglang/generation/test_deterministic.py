@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from openai import OpenAI
 from support.engines.asking import ask, judged, judged_states, processor
 from support.engines.plan_models import assert_whole, compared
 from support.engines.remote import Kept
 from support.pools.in_place import Judge, prompts, until
 from support.pools.pool import worker
+from support.pools.served import gateway
 from support.specimens.moe import check_routes, routes, same_routes, write_experts
 from support.specimens.own_processors import OWN
 
@@ -246,6 +248,29 @@ async def test_routed_experts_with_a_prefix_from_the_cache(engine: Kept, judge: 
         check_routes(output.token_arrays["routed_experts"], expected[request.token_ids.size - 1 : -1])
         check_routes(output.arrays["prompt_routed_experts"], expected[: request.token_ids.size])
     assert output.cached_tokens > 90
+
+
+async def test_seeds_of_openais_client_through_a_gateway(engine: Kept, tmp_path: Path) -> None:
+    with EmbeddedRedis() as server:
+        async with worker(server.url, engine=engine, max_running=8):
+            await asyncio.to_thread(check_seeds, server.url, tmp_path / "gateway.log")
+
+
+def check_seeds(redis_url: str, log: Path) -> None:
+    """This model has no tokenizer: ids go in, and ids come out."""
+    with gateway(redis_url, log) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        (model,) = client.models.list().data
+        asked = {"model": model.id, "prompt": PROMPT, "max_tokens": 16, "n": 2}
+
+        def said(seed: int, **more: Any) -> list[list[int]]:
+            extra = {"return_token_ids": True}
+            answer: Any = client.completions.create(**asked, **more, seed=seed, extra_body=extra)
+            parts = [part for chunk in answer for part in chunk.choices] if more else answer.choices
+            return [[token for part in parts if part.index == n for token in part.token_ids] for n in range(2)]
+
+        first, second = said(5)
+        assert [len(first), len(second), first == second] == [16, 16, False]
+        assert said(5) == said(5, stream=True) == [first, second] != said(6)
 
 
 async def test_its_copy_plan_does_what_loading_does(engine: Kept, versions: list[Path], tmp_path: Path) -> None:

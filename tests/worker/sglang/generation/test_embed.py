@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from openai import BadRequestError, OpenAI
+from support.pools.served import gateway
 from support.pools.worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobFailed, WeightPublisher
@@ -128,6 +130,32 @@ def test_a_worker_that_embeds_refuses_the_rest_by_name_and_lives(embedder: Worke
         assert many.shape == (300, 128)
         (status,) = client.workers()
         assert (status.engine_restarts, status.features) == (0, ("task:embed",))
+
+
+def test_openais_client_embeds_through_a_gateway(
+    embedder: WorkerProcess, model_dir: Path, redis_url: str, tmp_path: Path
+) -> None:
+    with BlockingRolloutClient(redis_url, "embed") as pool:
+        expected, short = (pool.embed(TEXTS, dimensions=size, timeout=60) for size in (None, 16))
+    ids = [ids_of(model_dir, text) for text in TEXTS]
+    with (
+        gateway(redis_url, tmp_path / "gateway.log", "--pool", "embed") as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", _strict_response_validation=True) as strict,
+    ):
+        (model,) = client.models.list().data
+        said: list[Any] = [TEXTS, ids, TEXTS[0], ids[0]]  # it asks for base64, which its own type does not know
+        for asked, vectors in zip(said, [expected, expected, expected[:1], expected[:1]], strict=True):
+            answer = client.embeddings.create(model=model.id, input=asked)
+            assert [one.index for one in answer.data] == list(range(len(vectors)))
+            np.testing.assert_allclose([one.embedding for one in answer.data], vectors, atol=TOLERANCE)
+        plain = strict.embeddings.create(model=model.id, input=TEXTS, dimensions=16, encoding_format="float")
+        np.testing.assert_allclose([one.embedding for one in plain.data], short, atol=TOLERANCE)
+        assert plain.usage.prompt_tokens == plain.usage.total_tokens == sum(map(len, ids))
+        with pytest.raises(BadRequestError, match="dimensions"):
+            client.embeddings.create(model=model.id, input=TEXTS, dimensions=4000)
+        with pytest.raises(BadRequestError, match="does not generate"):
+            client.completions.create(model=model.id, prompt="a")
 
 
 @pytest.mark.slow
