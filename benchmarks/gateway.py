@@ -45,6 +45,8 @@ PROMPT = 64
 VOCAB = 250
 WAIT_S = 600.0
 
+prepare_engine()  # SGLang's own processes import this module first
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -394,7 +396,6 @@ def _compare(plan: Plan, run: Run, at: dict[str, str], gateway: Served) -> dict[
 
 def _sglang(given: dict[str, Any]) -> None:
     """SGLang's own server with the arguments that the worker gives its engine. It prints its port."""
-    prepare_engine()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
@@ -411,14 +412,12 @@ def _sglang(given: dict[str, Any]) -> None:
 
 
 def _scheduler(*given: Any, **named: Any) -> None:
-    prepare_engine()  # a process of its own, which needs it, too
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*given, **named)
 
 
 def _detokenizer(*given: Any, **named: Any) -> None:
-    prepare_engine()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*given, **named)

@@ -172,12 +172,12 @@ async def every(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def routed(
-    job_ids: Sequence[str], parts: Sequence[P], ask: Callable[[P, list[int]], Awaitable[list[str]]]
-) -> list[str]:
+    job_ids: Sequence[str], parts: Sequence[P], ask: Callable[[P, list[int]], Awaitable[list[T]]]
+) -> list[T]:
     """An answer for each job, in order. ask: given a shard's part and the places of its jobs. See `every`."""
     places = by_shard(job_ids, len(parts))
     asked = (ask(parts[shard], at) for shard, at in places.items())
-    answers: dict[int, str] = {}
+    answers: dict[int, T] = {}
     for at, found in zip(places.values(), await every(asked), strict=True):
         answers.update(zip(at, found, strict=True))
     return [answers[place] for place in range(len(job_ids))]

@@ -137,8 +137,9 @@ class OpenAIDoor:
         """The request in a body. Raises InvalidField, and Refused for a model that is not here."""
         gateway = self._gateway
         model, adapters = await gateway.facts.model(), await gateway.facts.adapters()
-        body = {"model": model.name} | call.body | {"session_id": call.session}
-        if not isinstance(said := body["model"], str):
+        said = model.name if call.body.get("model") is None else call.body["model"]
+        body = call.body | {"model": said, "session_id": call.session}
+        if not isinstance(said, str):
             raise InvalidField("model", said, "a text")
         if model.path and said not in model.names and said.rpartition(":")[2] not in adapters:
             here = ", ".join(sorted({model.name} | adapters.keys()))

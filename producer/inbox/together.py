@@ -31,11 +31,12 @@ class Together(Generic[A, B]):
     async def __call__(self, one: A) -> B:
         """What `ask` finds. A call that is cancelled before it went to Redis never goes there."""
         if self._asking:
-            self._waiting[place := asyncio.get_running_loop().create_future()] = one
+            place: asyncio.Future[B] = asyncio.get_running_loop().create_future()
+            self._waiting[place] = one
             return await place
         self._asking = True
         try:
-            found: B | Exception = (await self._ask([one]))[0]
+            found = (await self._ask([one]))[0]
         finally:
             self._go_on()
         if isinstance(found, Exception):

@@ -41,6 +41,6 @@ def tokenize(
 def detokenize(body: Mapping[str, Any], decode: Decode) -> dict[str, str]:
     """Answer a body of POST /detokenize, {"tokens"}: {"prompt"}. decode: keeps special tokens. Raises InvalidField."""
     ids: Any = body.get("tokens")
-    if ids != [] and not is_ids(ids):
-        raise InvalidField("tokens", ids, "a list of token ids")
+    if ids != [] and not (is_ids(ids) and min(ids) >= 0 and max(ids) < 1 << 31):
+        raise InvalidField("tokens", ids, "a list of token ids, from 0 to 2**31 - 1")
     return {"prompt": decode(ids)}

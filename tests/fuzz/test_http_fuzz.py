@@ -89,7 +89,7 @@ async def test_broken_requests_at_a_gateway(redis_db: str, text_model: Path, cou
                 sizes.append(process.memory_info().rss >> 20)
             assert await healthy(port)
             assert running.generation.finished > count // 100
-            assert sizes[-1] - sizes[1] <= 8, f"MiB after each fifth: {sizes}"
+            assert sizes[-1] - sizes[2] <= 8, f"MiB after each fifth: {sizes}"  # its caches are full by then
             assert process.num_fds() < 200
 
 

@@ -317,11 +317,13 @@ async def test_bad_requests_name_what_is_wrong(served: Served) -> None:
         (PROMPT | {"session_id": "a b"}, "session_id"),
         (PROMPT | {"request_id": 7}, "request_id"),
         (PROMPT | {"weight_version": 7}, "weight_version"),
+        (PROMPT | {"model": {"a": 1}}, "model"),
     ):
         answer = await client.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert refused(await client.post("/v1/completions", content=b"[]")) == (400, "invalid_json")
     assert refused(await client.post("/v1/completions", json=PROMPT | {"model": "no"})) == (404, "model_not_found")
+    assert (await client.post("/v1/completions", json=PROMPT | {"model": None})).json()["model"] == "scripted"
     assert refused(await client.get("/v1/nothing"))[0] == 404
     assert refused(await client.get("/v1/models/none")) == (404, "model_not_found")
     assert (await client.get("/v1/models/scripted")).json()["id"] == "scripted"

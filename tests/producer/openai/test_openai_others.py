@@ -135,6 +135,9 @@ def test_tokens_of_a_conversation_are_the_prompt_of_its_chat(said: dict[str, Any
 def test_text_of_tokens() -> None:
     assert detokenize({"tokens": [97, 98]}, lambda ids: "".join(map(chr, ids))) == {"prompt": "ab"}
     assert detokenize({"tokens": []}, lambda ids: "".join(map(chr, ids))) == {"prompt": ""}
+    for tokens in ([-1], [1 << 31], "ab", None):
+        with pytest.raises(InvalidField, match="tokens"):
+            detokenize({"tokens": tokens}, str)
     for wrong in (None, "ab", [1.5], [True], {"a": 1}):
         with pytest.raises(InvalidField, match="tokens="):
             detokenize({"tokens": wrong}, lambda _: "")
