@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,15 +26,14 @@ import psutil
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, RolloutClient, RolloutResult, SamplingParams
 from rolloutmq.messages.errors import ConfigError
-from rolloutmq.ops.flags import as_config, parse_extra
+from rolloutmq.ops.flags import parse_extra
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker.cpu_support import gpu_found, prepare_engine
-from rolloutmq.worker.sglang import SGLangConfig
-from rolloutmq.worker.sglang.config import server_arguments
 
 from .harness import Run, names, option, turns
 from .parts import BenchFailed, Part
+from .sglang_server import sglang_server
 from .sync.shapes import one_shape
 from .workers import working
 
@@ -83,7 +81,7 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
 # --- the gateway ------------------------------------------------------------------------------------------------------
 
 
-class Served(psutil.Process):
+class Served(psutil.Process):  # type: ignore[misc]
     """A gateway's process. port: where it listens."""
 
     port = 0
@@ -358,7 +356,7 @@ def _engine(plan: Plan, run: Run) -> dict[str, Any]:
         extra = parse_extra(plan.sglang)
         config = {"model": str(model), "max_running": plan.max_running, "extra": extra}
         config |= {"load_format": "dummy" if shaped else "auto"} | ({"mem_fraction": 0.8} if share else {})
-        sglang = stack.enter_context(Part(_sglang, config))
+        sglang = stack.enter_context(Part(sglang_server, config))
         port = sglang.line().strip()
         run.say("three servers are up")
         figures = _compare(plan, run, {"pool": redis.url, "gateway": str(gateway.port), "sglang": port}, gateway)
@@ -392,32 +390,3 @@ def _compare(plan: Plan, run: Run, at: dict[str, str], gateway: Served) -> dict[
         "max_running": plan.max_running,
         "max_new_tokens": plan.max_new_tokens,
     }
-
-
-def _sglang(given: dict[str, Any]) -> None:
-    """SGLang's own server with the arguments that the worker gives its engine. It prints its port."""
-    from sglang.srt.entrypoints.http_server import launch_server
-    from sglang.srt.server_args import ServerArgs
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    arguments = server_arguments(as_config(SGLangConfig, **given), "cuda" if gpu_found() else "cpu", "")
-    del arguments["custom_weight_loader"]
-    launch_server(
-        ServerArgs(**arguments, port=port),
-        run_scheduler_process_func=_scheduler,
-        run_detokenizer_process_func=_detokenizer,
-        launch_callback=lambda: print(port, flush=True),
-    )
-
-
-def _scheduler(*given: Any, **named: Any) -> None:
-    from sglang.srt.managers.scheduler import run_scheduler_process
-
-    run_scheduler_process(*given, **named)
-
-
-def _detokenizer(*given: Any, **named: Any) -> None:
-    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
-
-    run_detokenizer_process(*given, **named)
