@@ -18,6 +18,7 @@ OPTIONAL = {
     "pyarrow": "parquet",
     "simpleeval": "replay",
     "prometheus_client": "metrics",
+    "sse-starlette": "gateway",
     "opentelemetry-sdk": "otel",
     "rq": "ops",
     "mcp": "mcp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from pathlib import PurePath
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from ...messages.errors import RedisUnavailable, RolloutMQError
 from ...messages.model import WorkerStatus
 from ...producer.diagnosis import PoolReading, read_pool, reasons
 
+log = logging.getLogger(__name__)
 FRESH_S = 1.0
 ANSWER_S = 5.0
 """A reading that takes longer counts as none: Redis is away."""
@@ -92,7 +94,8 @@ class PoolFacts:
         try:
             reading = await self.read()
         except (RedisError, OSError, RolloutMQError) as error:
-            return f"Redis: {error}"
+            log.warning("not ready: %s", error)
+            return "the pool's Redis does not answer"  # where it is is no stranger's business
         if any(serves(worker) for worker in reading.alive):
             return None
         return "; ".join(one.told(reading.at) for one in reasons(reading)) or "no worker serves"

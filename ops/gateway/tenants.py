@@ -46,17 +46,14 @@ class Tenant(_Entry):
     tokens_per_minute, tokens_per_day: of prompts and answers; a day begins at 00:00 UTC.
     max_running: requests at the same time.
     priority: what its jobs have, whatever they ask for; None: what they ask for.
-    admin: it may change the pool.
     """
 
     name: str = "default"
-    admin: bool = False
 
 
 class _File(BaseModel):
     model_config = _Entry.model_config
 
-    admin: tuple[Digest, ...] = ()
     tenants: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")], _Entry] = {}
 
 
@@ -69,7 +66,7 @@ def new_key() -> tuple[str, str]:
 class Tenants:
     """The tenants of one file, which is read again when it changes. A file that is then wrong is logged and ignored.
 
-    Without a file there is one tenant, "default", who needs no key and may not change the pool.
+    Without a file there is one tenant, "default", who needs no key.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -101,14 +98,6 @@ class Tenants:
             text = "This API key is not known here." if given else "No API key: send `Authorization: Bearer KEY`."
             raise Refused(401, "invalid_api_key", text)
         return found[0]
-
-    def admin(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
-        """Who sent these headers, if that is an admin. Raises Refused (401, 403)."""
-        tenant = self.of(headers)
-        if not tenant.admin:
-            text = "This changes the pool, and needs a key of `admin` in the gateway's file of keys."
-            raise Refused(403, "admin_only", text)
-        return tenant
 
     def _look_again(self, path: Path) -> None:
         if time.monotonic() < self._look_at:
@@ -159,10 +148,9 @@ def _checked(path: Path) -> tuple[Tenant, ...]:
         raise ConfigError(f"it has {MAX_FILE_BYTES} bytes at most")
     told = _File.model_validate(tomllib.loads(data.decode()))
     tenants = [Tenant(name=name, **entry.model_dump()) for name, entry in told.tenants.items()]
-    tenants += [Tenant(name="admin", keys=told.admin, admin=True)] if told.admin else []
     digests = [digest for tenant in tenants for digest in tenant.keys]
     if not digests:
         raise ConfigError("it has no key, so nobody could be served")
-    if len({*digests}) < len(digests) or len({one.name for one in tenants}) < len(tenants):
-        raise ConfigError("a key, or the name `admin`, is there more than once")
+    if len({*digests}) < len(digests):
+        raise ConfigError("a key is there more than once")
     return tuple(tenants)

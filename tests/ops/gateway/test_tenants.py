@@ -14,9 +14,7 @@ from rolloutmq.ops.gateway.http import Refused
 from rolloutmq.ops.gateway.tenants import Tenants, new_key
 
 KEY, DIGEST = new_key()
-ADMIN, ADMIN_DIGEST = new_key()
 TOML = f"""
-admin = ["{ADMIN_DIGEST}"]
 
 [tenants.team-a]
 keys = ["{DIGEST}"]
@@ -45,7 +43,7 @@ def test_a_key_names_its_tenant_in_either_header(tmp_path: Path) -> None:
     known = Tenants.load(written(tmp_path, TOML))
     tenant = known.of(bearer(KEY))
     assert (tenant.name, tenant.requests_per_minute, tenant.tokens_per_minute) == ("team-a", 60, None)
-    assert (tenant.tokens_per_day, tenant.max_running, tenant.priority, tenant.admin) == (1_000_000, 8, "low", False)
+    assert (tenant.tokens_per_day, tenant.max_running, tenant.priority) == (1_000_000, 8, "low")
     assert known.of([(b"x-api-key", KEY.encode())]) == tenant
     assert known.of([(b"authorization", b"bearer  " + KEY.encode() + b" ")]) == tenant
     assert DIGEST not in repr(tenant)
@@ -76,22 +74,10 @@ def test_who_has_no_key_is_401(tmp_path: Path, headers: list[tuple[bytes, bytes]
     assert KEY not in str(refused)
 
 
-def test_only_the_admins_key_changes_the_pool(tmp_path: Path) -> None:
-    known = Tenants.load(written(tmp_path, TOML))
-    assert known.admin(bearer(ADMIN)).name == "admin"
-    for nobody, status in ((bearer(KEY), 403), ([], 401)):
-        with pytest.raises(Refused) as caught:
-            known.admin(nobody)
-        assert caught.value.status == status
-    with pytest.raises(Refused) as caught:
-        Tenants.load(None).admin(bearer(ADMIN))
-    assert caught.value.status == 403
-
-
 def test_without_a_file_everybody_is_the_default_tenant() -> None:
     for headers in ([], bearer("anything")):
         tenant = Tenants.load(None).of(headers)
-        assert (tenant.name, tenant.requests_per_minute, tenant.admin) == ("default", None, False)
+        assert (tenant.name, tenant.requests_per_minute) == ("default", None)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o602, 0o601])
@@ -105,7 +91,7 @@ def test_a_file_that_others_may_read_or_the_group_may_write_is_refused(tmp_path:
     ("text", "name", "complaint"),
     [
         (f'[tenants.a]\nkeys = ["{KEY}"]', "keys.toml", r"tenants\.a\.keys\.0: .*sha256:"),
-        (f'admin = "{KEY}"', "keys.toml", "admin: "),
+        (f'admin = "{KEY}"', "keys.toml", "admin: Extra"),
         (f'[tenants.a]\nkeys = ["{DIGEST}"]\nrequests = 5', "keys.toml", r"tenants\.a\.requests: Extra"),
         (f'[tenants.a]\nkeys = ["{DIGEST}"]\nadmin = true', "keys.toml", r"tenants\.a\.admin: Extra"),
         (f'[tenants.a]\nkeys = ["{DIGEST}"]\nmax_running = 0', "keys.toml", r"tenants\.a\.max_running: .*greater than"),
@@ -113,7 +99,6 @@ def test_a_file_that_others_may_read_or_the_group_may_write_is_refused(tmp_path:
         (f'[tenants.a]\nkeys = ["{DIGEST}"]\npriority = "top"', "keys.toml", r"tenants\.a\.priority: .*'high'"),
         (f'[tenants."a/b"]\nkeys = ["{DIGEST}"]', "keys.toml", r"tenants\.a/b.*pattern"),
         (f'[tenants.a]\nkeys = ["{DIGEST}"]\n[tenants.b]\nkeys = ["{DIGEST}"]', "keys.toml", "more than once"),
-        (f'admin=["{ADMIN_DIGEST}"]\n[tenants.admin]\nkeys = ["{DIGEST}"]', "keys.toml", "more than once"),
         ("", "keys.toml", "no key"),
         (f"tenants = {KEY}", "keys.toml", r"no TOML \(line 1"),
         ("#" * (1 << 20) + "\n", "keys.toml", "1048576 bytes at most"),
