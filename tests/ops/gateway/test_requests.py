@@ -235,7 +235,7 @@ async def test_a_request_without_jobs_is_refused(requests: Requests) -> None:
         await begin(requests, prompts=[])
 
 
-@pytest.mark.parametrize("junk", [b"", b"\xff\xfe", b"9" * 400, encode(EmbedJob(token_ids=[[1]])), EMPTY])
+@pytest.mark.parametrize("junk", [b"", b"\xff\xfe", b"9" * 400, encode(EmbedJob(id="0" * 32, token_ids=[[1]])), EMPTY])
 async def test_garbage_in_a_record_is_told_or_begun_anew(redis: PoolRedis, requests: Requests, junk: bytes) -> None:
     first = await begin(requests)
     key = requests.keys.request(f"acme/{first.id}")

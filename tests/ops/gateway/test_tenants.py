@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -13,7 +14,8 @@ from rolloutmq.ops.gateway import tenants
 from rolloutmq.ops.gateway.http import Refused
 from rolloutmq.ops.gateway.tenants import Tenants, new_key
 
-KEY, DIGEST = new_key()
+KEY = f"rmq-{'k' * 43}"  # the same in all processes that share these tests
+DIGEST = f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"
 TOML = f"""
 
 [tenants.team-a]
