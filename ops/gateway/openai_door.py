@@ -155,7 +155,8 @@ class OpenAIDoor:
             _request, kind, body, tokenizer, gateway.texts.encode_chat, context_length=model.context or None,
             adapters=adapters, record=call.session is not None,
         )  # fmt: skip
-        texts = kind == "chat" or isinstance((body.get("prompt") or [0])[0], str)
+        prompt = body.get("prompt")
+        texts = kind == "chat" or isinstance(prompt[0] if isinstance(prompt, list) and prompt else prompt, str)
         request = await asyncio.to_thread(read) if texts else read()  # tokens of texts take their time
         return replace(request, jobs=tuple(gateway.job(call, job) for job in request.jobs))
 
