@@ -311,6 +311,8 @@ async def test_bad_requests_name_what_is_wrong(served: Served) -> None:
     client, _ = served
     for body, param in (
         ({"prompt": []}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": 7}, "prompt"),
         (PROMPT | {"temprature": 1}, "temprature"),
         (PROMPT | {"max_tokens": 2_000_000}, "max_tokens"),
         (PROMPT | {"session_id": ["a"]}, "session_id"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -102,3 +103,12 @@ async def test_a_gateway_that_leaves_lets_its_streams_end(redis_db: str) -> None
             rest = await reader.read()
         assert rest.rstrip().endswith(b"data: [DONE]\n\n\r\n0")
         assert b'"finish_reason":"length"' in rest
+
+
+async def test_an_answers_body_does_not_wait_behind_its_head(slow: Served) -> None:
+    here, _ = slow
+    async with asking(here, LONG | {"max_tokens": 1}) as reader:
+        await reader.readuntil(b"\r\n\r\n")
+        (connection,) = here.server_state.connections
+        plain = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+        assert plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
