@@ -20,7 +20,7 @@ SCRIPT_TESTS = tests/messages/broker tests/messages/redis
 # timers by seconds. The output names it, and whoever reads that looks for the race. Outside CI everything runs once.
 ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && echo "these failed; once more and alone:" && .venv/bin/python -m pytest --lf --lfnf=none; })
 
-BENCHES = $(addprefix bench-,queue shards idle engine episodes sync scale)
+BENCHES = $(addprefix bench-,queue shards idle engine episodes gateway sync scale)
 
 .PHONY: audit-made sbom-made help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz $(BENCHES) bench-spread bench-fleet-weights bench-updates audit sbom check docs clean
 
@@ -38,7 +38,7 @@ help:
 	@echo "make capabilities   docs/capabilities.md and docs/engines.md from the last test run"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; tests/chaos/README.md)"
 	@echo "make fuzz    broken input for every decoder, for a minute (SECONDS=600 for more; SEED=7 ONLY=frames CASE=12 to replay)"
-	@echo "make bench-queue, -shards, -idle, -engine, -episodes, -sync, -scale    one benchmark, which prints JSON last (benchmarks/README.md)"
+	@echo "make bench-queue, -shards, -idle, -engine, -episodes, -gateway, -sync, -scale    one benchmark, which prints JSON last (benchmarks/README.md)"
 	@echo "make bench-spread   how evenly work is spread, beside an ideal balancer"
 	@echo "make bench-fleet-weights   new weights for a fleet that churns: deaths, 128 workers, 1,000 simulated"
 	@echo "make bench-updates   what updates cost a worker in each mode, contexts and intervals (15 minutes; benchmarks/README.md)"
