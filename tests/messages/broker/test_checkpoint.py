@@ -227,7 +227,7 @@ async def test_saved_pieces_count_in_the_pools_bytes(broker: Broker, joined) -> 
     assert await lease.checkpoint(pieces) == ["ok"] * 4
     assert await saved() == sum(len(it.payload) for it in pieces)
     full = Broker(broker.redis, "default", replace(broker.caps, nbytes=(await broker.load()).open_bytes + 2 * size))
-    with pytest.raises(PoolBusy, match="saved pieces"):
+    with pytest.raises(PoolBusy, match="pieces, results"):
         await full.enqueue([job()])
     await lease.checkpoint([piece(one, 0)])
     assert await saved() == 3 * size
