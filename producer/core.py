@@ -24,7 +24,9 @@ from ..messages.model import GenerateJob, RolloutResult
 from ..messages.redis import connect, default_url, ping
 from .diagnosis import FIRST_S, Waits
 from .inbox import (
+    GAVE_UP,
     OPEN_STATES,
+    Dropped,
     FeatureCheck,
     Group,
     Handle,
@@ -89,6 +91,7 @@ class ClientCore:
         self._opening = asyncio.Lock()
         self._finishing: set[asyncio.Task[None]] = set()
         self._beside: set[asyncio.Task[None]] = set()
+        self.dropped = Dropped(self.broker, lambda: self.reader.over, self.start)
 
     async def open(self) -> None:
         """Connect and start to read, once. Raises RedisUnavailable, RolloutMQError after `close`, or WrongLoop."""
@@ -272,8 +275,8 @@ class ClientCore:
         """Cancel jobs that a call reserved, and end the reservations. Nobody is told of what was cancelled.
 
         A client that is closed, or was replaced, cancels nothing: its jobs are for the next one of its id.
-        What a job had that ended by itself is for whoever asks first; ended_too: it is dropped. The caller's
-        cancellation does not stop this.
+        What a job had that ended by itself is for whoever asks first; ended_too: it is dropped, whenever it comes. The
+        caller's cancellation does not stop this.
         """
         await self.finish(self._give_up(list(job_ids), ended_too))
 
@@ -292,23 +295,23 @@ class ClientCore:
         return task
 
     async def _give_up(self, job_ids: list[str], ended_too: bool) -> None:
-        ended = {it for it in job_ids if (tracked := self.inbox.tracked(it)) is not None and tracked.ended}
-        left = [job_id for job_id in job_ids if job_id not in ended and not self.reader.over]
+        own = [] if self.reader.over else job_ids
+        left = [it for it in own if (tracked := self.inbox.tracked(it)) is None or not tracked.ended]
+        # Before Redis is asked: it may say that a job has ended whose outcome is still on its way here.
+        self._drop(own if ended_too else ())
         try:
-            states = await self.broker.cancel(left, "its caller gave up")
+            states = await (self.dropped.cancel(left) if ended_too else self.broker.cancel(left, GAVE_UP))
+            # A submission that was cut off may reach Redis after this: an unknown job is not wanted either.
+            self._drop(it for it, state in zip(left, states, strict=False) if state in {"ok", "unknown"})
         except (RedisError, OSError) as error:
             log.warning("jobs that nobody waits for were not cancelled: %s", error)
-        else:
-            # A submission that was cut off may reach Redis after this: an unknown job is not wanted either.
-            for job_id, state in zip(left, states, strict=True):
-                if state in {"ok", "unknown"}:
-                    self.reader.ack(self.inbox.abandon(job_id))
         finally:
-            if ended_too and not self.reader.over:
-                for job_id in ended:
-                    self.reader.ack(self.inbox.abandon(job_id))
             for job_id in job_ids:
                 self.inbox.release(job_id)
+
+    def _drop(self, job_ids: Iterable[str]) -> None:
+        for job_id in job_ids:
+            self.reader.ack(self.inbox.abandon(job_id))
 
 
 def jobs_given(jobs: Iterable[GenerateJob]) -> list[GenerateJob]:

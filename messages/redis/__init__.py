@@ -9,7 +9,7 @@ from .fields import ADAPTERS_FROM, ENTRY, ENTRY_BYTES, JOB, PROGRESS, SESSION, S
 from .keys import KEYS, Key, Keys, later_member, script_words
 from .layout import remind
 from .raw import is_wrong_type, name_once, text, whole
-from .retry import RETRY_BUDGET_S, within
+from .retry import RETRY_BUDGET_S, insist, within
 from .shards import first_node_url, parse_one, parse_shards, shard_of
 from .url import Durability, redacted
 
@@ -37,6 +37,7 @@ __all__ = [
     "default_url",
     "first_node_url",
     "how_to_flush",
+    "insist",
     "is_wrong_type",
     "later_member",
     "name_once",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import logging
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -23,14 +24,16 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from ..errors import RedisRefused
+from ..errors import NotOnDisk, NotReplicated, RedisRefused
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 REPLY_TIMEOUT_S = 5.0
 # No new attempt starts this long after the first. One attempt may then be under way, so a caller learns within about
 # RETRY_BUDGET_S + REPLY_TIMEOUT_S = 10 s that Redis is gone.
 RETRY_BUDGET_S = 5.0
+PAUSE_S = 0.2
 
 NOT_READY = (
     ConnectionError,  # LOADING is one of these
@@ -126,6 +129,21 @@ class Once(BoundedRetry):
         except self._supported_errors as error:
             await (fail(error, 1) if with_failure_count else fail(error))
             raise
+
+
+async def insist(do: Callable[[], Awaitable[T]], *, over: Callable[[], bool]) -> T:
+    """What `do` returns, however long Redis is away. It may be repeated, also after an error.
+
+    Raises the error of the last attempt once `over()`, and what no other attempt can help.
+    """
+    while True:
+        try:
+            return await do()
+        except (*NOT_READY, RedisRefused, NotReplicated, NotOnDisk, OSError) as error:
+            if final(error) or over():
+                raise
+            log.warning("Redis is asked again: %s", error)
+            await asyncio.sleep(PAUSE_S)
 
 
 def final(error: BaseException) -> bool:

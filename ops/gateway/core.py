@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...messages.errors import JobFailed, RolloutMQError
 from ...messages.model import GenerateJob, RolloutResult
+from ...messages.redis import insist
 from ...producer.calls import Delta, LastWorkers, Streams, run
 from ...producer.core import ClientCore
 from ...producer.inbox import Group, Handle, HandOut
@@ -83,7 +85,8 @@ class Core:
         """
         member = await self._owned(tenant, owner)
         with self._left(member):
-            groups = await run(member.core, [self._near(tenant, job) for job in jobs], ROOM_S, keep)
+            near = [self._near(tenant, job) for job in jobs]
+            groups = await run(member.core, near, ROOM_S, partial(_kept, member, keep))
         self._note(tenant, groups)
         return groups
 
@@ -111,11 +114,14 @@ class Core:
         member = await self._owned(tenant, owner)
         streamed = [self._near(tenant, job).model_copy(update={"stream": True}) for job in jobs]
         with self._left(member):
-            handles = await member.core.submit_many(streamed, ROOM_S)
+            try:
+                handles = await member.core.submit_many(streamed, ROOM_S)
+            except BaseException:  # some may have been accepted
+                await member.core.give_up([job.id for job in streamed], ended_too=True)
+                raise
 
         async def kept(groups: list[Group]) -> None:
-            if keep is not None:
-                await keep(groups)
+            await _kept(member, keep, groups)
             self._note(tenant, groups)
 
         return Stream(member, handles, kept, self._left)
@@ -131,6 +137,16 @@ class Core:
         for sample in (sample for group in groups for sample in group.results):
             if sample.session_id is not None:
                 self._workers.note((tenant, sample.session_id), sample.worker_id)
+
+
+async def _kept(member: Member, keep: Keep | None, groups: list[Group]) -> None:
+    """Keep what came, however long Redis is away: what is given up here is lost.
+
+    No deadline bounds this, the jobs' have no say any more. It ends with the request, if it is cancelled, and with the
+    client: whoever inherits from it keeps what it could not.
+    """
+    if keep is not None:
+        await insist(partial(keep, groups), over=lambda: member.core.reader.over)
 
 
 def _replaced() -> Refused:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from redis.exceptions import RedisError
 
 from ...messages import decode
-from ...messages.broker import PIECES_COUNT
+from ...messages.broker import PIECES_COUNT, Broker
 from ...messages.errors import JobFailed, MessageError
 from ...messages.model import GenerateJob, JobFailure, Partial, RolloutResult, Segment, cut_segments, join_segments
 from ..core import ClientCore, nothing_left
@@ -51,7 +53,7 @@ class Streams:
 
     def __init__(self, core: ClientCore) -> None:
         self._core = core
-        self._read = {part: Together(part.read_pieces) for part in core.broker.parts}
+        self._read = {part: Together(partial(_pieces, part)) for part in core.broker.parts}
         self._news = News(core.shards, core.client_id, core.reader.wake_for)
 
     async def close(self) -> None:
@@ -119,6 +121,17 @@ class Streams:
                     look.append(sample)
                 if delta is not None:
                     yield delta
+
+
+async def _pieces(
+    broker: Broker, asked: Sequence[tuple[str, Mapping[int, int]]]
+) -> Sequence[dict[int, list[bytes]] | Exception]:
+    """As Broker.read_pieces; nothing while Redis is away. `News` has them read later, and the results have it all."""
+    try:
+        return await broker.read_pieces(asked)
+    except (RedisError, OSError) as error:
+        log.warning("what is saved of %d streamed jobs cannot be read: %s", len(asked), error)
+        return [{} for _ in asked]
 
 
 class Watched:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-from redis.exceptions import RedisError
 
 from ...messages.errors import InvalidField, JobFailed, PoolBusy, WaitTimeout
 from ...messages.model import (
@@ -193,5 +191,4 @@ async def _abandon(core: ClientCore, jobs: Sequence[TaskJob], sending: asyncio.T
 async def _cancel(core: ClientCore, job_ids: list[str], sending: asyncio.Task[None]) -> None:
     await asyncio.gather(sending, return_exceptions=True)
     if job_ids:
-        with contextlib.suppress(RedisError, OSError):  # the error that led here says more
-            await core.broker.cancel(job_ids, "its caller gave up")
+        await core.dropped.cancel(job_ids)

@@ -1,5 +1,6 @@
 """From the reply stream to whoever asked: reading, sorting, handing out and acknowledging outcomes."""
 
+from .dropped import GAVE_UP, Dropped
 from .features import FeatureCheck
 from .handover import Crossing, HandOut, LeftLoops, calling_code, own_context, under_way
 from .inbox import Inbox
@@ -11,8 +12,10 @@ from .tracked import FAILURE
 
 __all__ = [
     "FAILURE",
+    "GAVE_UP",
     "OPEN_STATES",
     "Crossing",
+    "Dropped",
     "FeatureCheck",
     "Group",
     "HandOut",
