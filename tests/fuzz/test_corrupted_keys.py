@@ -76,6 +76,8 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
     "answered": ("zset", lambda it: it.keys.answered),
     "gateways": ("hash", lambda it: it.keys.gateways),
     "gateway": ("string", lambda it: it.keys.gateway("gw")),
+    "spent": ("hash", lambda it: it.keys.spent("tenant")),
+    "admitted": ("zset", lambda it: it.keys.admitted("tenant")),
 }
 UNCOUNTED = {
     "ward",

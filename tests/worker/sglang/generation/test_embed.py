@@ -129,7 +129,7 @@ def test_a_worker_that_embeds_refuses_the_rest_by_name_and_lives(embedder: Worke
         many = client.embed([[5 + i % 200, 7, i % 300] for i in range(300)], timeout=60)
         assert many.shape == (300, 128)
         (status,) = client.workers()
-        assert (status.engine_restarts, status.features) == (0, ("task:embed",))
+        assert (status.engine_restarts, status.features) == (0, ("exact_version", "task:embed"))
 
 
 def test_openais_client_embeds_through_a_gateway(
