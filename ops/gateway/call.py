@@ -34,7 +34,7 @@ class Call:
 
     repeat: whether the client says that it has sent this before. request: as others know it, if they are to.
     about: how its answer is shown. most: tokens that it can cost; admission: that it may. watch: raises when nobody can
-    answer it any more.
+    answer it any more. leave: ends what is streamed.
     """
 
     http: Http
@@ -49,6 +49,7 @@ class Call:
     most: int = 0
     admission: Admission | None = None
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
+    leave: Callable[[], None] | None = None
 
     @property
     def kept(self) -> bool:

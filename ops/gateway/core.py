@@ -172,9 +172,9 @@ class Stream:
         self.task = asyncio.create_task(self._work())
 
     async def deltas(self, *, stay: bool) -> AsyncGenerator[Delta]:
-        """All jobs' deltas, and the end when all is kept. Raises JobFailed and Refused.
+        """All jobs' deltas, in any order of the jobs, and the end when all is kept. Raises JobFailed and Refused.
 
-        stay: whether the jobs go on if nobody listens any more; else they are cancelled.
+        stay: see `leave`, which leaving this loop calls.
         """
         try:
             while (delta := await self._came.get()) is not None:
@@ -183,12 +183,16 @@ class Stream:
                 for failure in (failure for group in await self.task for failure in group.failures):
                     raise JobFailed(failure)
         finally:
-            if not self.task.done():
-                self._heard = False
-                while not self._came.empty():
-                    self._came.get_nowait()
-                if not stay:
-                    self.task.cancel()
+            self.leave(stay=stay)
+
+    def leave(self, *, stay: bool) -> None:
+        """Nobody listens any more. stay: whether the jobs go on; else they are cancelled."""
+        if not self.task.done():
+            self._heard = False
+            while not self._came.empty():
+                self._came.get_nowait()
+            if not stay:
+                self.task.cancel()
 
     async def ended(self) -> list[Group]:
         """What came of the jobs, when it is kept. Cancelling this cancels them."""

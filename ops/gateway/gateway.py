@@ -9,12 +9,15 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
+
+from redis.exceptions import RedisError
 
 from ...messages.broker import RecordedSessions, broker_of
 from ...messages.errors import ConfigError, JobFailed, RolloutMQError, TurnRefused
 from ...messages.model import EmbedJob, GenerateJob, JobFailure, RolloutResult
-from ...messages.redis import connect, ping
+from ...messages.redis import connect, insist, ping
 from ...producer.calls import Delta, Watched
 from ...producer.data import Texts
 from ...producer.inbox import Group
@@ -60,6 +63,7 @@ class Gateway:
         self._running: dict[str, asyncio.Task[Any]] = {}  # by the seeds of requests, while this gateway runs them
         self.loaded: Callable[[], None] = lambda: None
         """Called when the tokenizer is there, the last of what stays."""
+        self._dropping: set[asyncio.Task[None]] = set()
         self._tokenizer: Any = None
         self._look_at = 0.0
 
@@ -112,6 +116,7 @@ class Gateway:
             if request is not None:
                 await self.requests.drop(request)
             raise
+        call.leave = partial(stream.leave, stay=call.key is not None)
         task = self._mine(request, self._charged(call, stream.ended()))
         return _until(stream.deltas(stay=call.key is not None), task)
 
@@ -196,7 +201,8 @@ class Gateway:
     async def delivered(self, call: Call) -> None:
         """The client has its answer. If it gave its request no key, it cannot ask for the answer again."""
         if call.key is None and call.request is not None:
-            await self.requests.drop(call.request)
+            with contextlib.suppress(RedisError, OSError):  # it is forgotten in ten minutes anyway
+                await self.requests.drop(call.request)
 
     async def _wait(self, call: Call, jobs: Sequence[GenerateJob]) -> Answer:
         """The answer to a request, whoever runs it."""
@@ -236,7 +242,7 @@ class Gateway:
                 return await work
             except BaseException:
                 if request is not None and request.owner not in self.core.gone:
-                    await asyncio.shield(self.requests.drop(request))
+                    self._drop(request)
                 raise
 
         name, task = request.seed if request is not None else secrets.token_hex(8), asyncio.create_task(guarded())
@@ -244,6 +250,12 @@ class Gateway:
         task.add_done_callback(lambda _: self._running.pop(name, None))
         task.add_done_callback(_seen)
         return task
+
+    def _drop(self, request: Request) -> None:
+        drop = insist(partial(self.requests.drop, request), over=lambda: request.owner in self.core.gone)
+        self._dropping.add(task := asyncio.create_task(drop))
+        task.add_done_callback(self._dropping.discard)
+        task.add_done_callback(_seen)
 
     def _keep(self, request: Request) -> Keep:
         async def keep(groups: list[Group]) -> None:

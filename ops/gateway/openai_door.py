@@ -58,11 +58,11 @@ Later = Callable[[], Any]
 class Events(EventSourceResponse):
     """Server-sent events. However the response ends, their source is closed."""
 
-    def __init__(self, source: AsyncGenerator[bytes]) -> None:
+    def __init__(self, source: AsyncGenerator[bytes], call: Call) -> None:
         # Left alone, it ends all streams when the server begins to leave, which gives requests time to end.
         grace = float("inf")
         super().__init__(source, sep="\n", ping=PING_S, shutdown_event=anyio.Event(), shutdown_grace_period=grace)
-        self._source = source
+        self._source, self._call = source, call
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI's call."""
@@ -70,6 +70,8 @@ class Events(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._source.aclose()
+            if self._call.leave is not None:  # where the source never began
+                self._call.leave()
 
 
 def event(data: bytes) -> bytes:
@@ -127,7 +129,7 @@ class OpenAIDoor:
             return as_json({"id": call.request.id, "object": "request", "status": "queued"}, 202)
         if request.stream:
             deltas = await gateway.stream(call, request.jobs)
-            return Events(self._events(call, _as_run(call, request), deltas))
+            return Events(self._events(call, _as_run(call, request), deltas), call)
         results = await gateway.results(call, request.jobs)
         answer = response(_as_run(call, request), results, *await self._decoding())
         await gateway.quotas.told(call.tenant)
