@@ -96,6 +96,8 @@ UNCOUNTED = {
     "answered",
     "gateways",
     "gateway",
+    "spent",
+    "admitted",
 }
 """Of a wrong type they are set aside by whoever uses them next, which here may be nobody."""
 WAYS = ("wrong type", "missing", "garbage", "huge")
