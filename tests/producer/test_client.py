@@ -157,7 +157,8 @@ async def test_a_loop_ends_when_what_it_waits_for_is_refused(
         await refuse.wait()
         raise PoolBusy("full", [])
 
-    monkeypatch.setattr(client.broker, "enqueue", refused)
+    for part in client.broker.parts:
+        monkeypatch.setattr(part, "enqueue", refused)
     submission = asyncio.create_task(client.submit(tokens()))
     await submitting.wait()
     loop = asyncio.create_task(anext(client.results(), None))

@@ -98,6 +98,7 @@ async def test_tokens_come_as_they_are_generated(redis_db: str, client: RolloutC
     assert await db.xlen("rmq:{default}:reply:client") == 0, "acknowledged like any result"
 
 
+@pytest.mark.one_shard  # it looks into the news of one
 async def test_results_come_once_and_as_ever(redis_db: str, client: RolloutClient, db: Redis) -> None:
     """Whoever does not look at the pieces has the same results, and nothing waits for him."""
     async with worker(redis_db, engine=slow()):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from redis.exceptions import ConnectionError as RedisGone
 from support.pools.pool import eventually
 from support.specimens.messages import tokens
@@ -101,6 +102,7 @@ async def test_a_job_without_room_keeps_nobody_out_who_has_some() -> None:
     assert broker.accepted == [small.id, last.id]
 
 
+@pytest.mark.one_shard  # each shard has its part of the caps
 async def test_a_full_pool_refuses_only_what_has_no_room(redis_db: str) -> None:
     async with RolloutClient(redis_db, caps=Caps(jobs=3)) as client:
         found = await asyncio.gather(*(client.submit(tokens()) for _ in range(8)), return_exceptions=True)
