@@ -27,6 +27,7 @@ from rolloutmq import (
 from rolloutmq.messages import Broker, Caps, Finished
 from rolloutmq.messages.scripts import calls
 from rolloutmq.messages.scripts.source import script_source
+from rolloutmq.producer.core import Sent, enqueued
 from rolloutmq.producer.inbox import reader
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -40,15 +41,14 @@ async def test_a_submission_that_fails_after_its_results_arrived(
     client: RolloutClient, serving: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first part was accepted and answered before the second failed: its results are not thrown away."""
-    really = client.broker.enqueue
     pair, single, lost = [tokens(group_id="g", n=2) for _ in range(2)], tokens(), tokens()
 
-    async def half(jobs: Sequence[GenerateJob], **_: object) -> list[str]:
-        await really(jobs[:-1])
+    async def half(broker: Broker, jobs: Sequence[GenerateJob], *_: object) -> Sent:
+        await enqueued(broker, jobs[:-1])
         await eventually(lambda: arrived(client) == 5)
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(client.broker, "enqueue", half)
+    monkeypatch.setattr("rolloutmq.producer.core.enqueued", half)
     with pytest.raises(ConnectionError):
         await client.submit_many([*pair, single, lost])
     assert client.outstanding == 3
