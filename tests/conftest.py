@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 import redis
+from support.redis.deployments import Certificates, NoTls
 
 from rolloutmq.ops.redis import embedded
 from rolloutmq.ops.redis.embedded import BINARY_VARIABLE, EmbeddedRedis, wheel_server
@@ -80,3 +81,12 @@ def redis_db(shared_redis: EmbeddedRedis, further_redis: list[EmbeddedRedis]) ->
         client.flushall()
         client.script_flush()
     return pool_url(shared_redis, further_redis)
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Of an authority of the tests' own."""
+    try:
+        return Certificates.make(tmp_path_factory.mktemp("certificates"))
+    except NoTls as error:
+        pytest.skip(str(error))

@@ -73,5 +73,4 @@ async def _answered(_: Http, error: Exception) -> Response:
         return as_json(error.body(), 409)
     if isinstance(error, HTTPException):
         error = Refused(error.status_code, "no_such_route", f"{error.detail}: see /openapi.json", headers=error.headers)
-    refused = told(error)
-    return refused.response
+    return told(error).response

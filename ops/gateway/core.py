@@ -156,7 +156,10 @@ def _replaced() -> Refused:
 
 
 class Stream:
-    """The tokens of jobs as they come. It goes on by itself until the jobs have ended, or `task` is cancelled."""
+    """The tokens of jobs as they come. It goes on by itself until the jobs have ended, or `task` is cancelled.
+
+    task: returns what came of the jobs, when it is kept.
+    """
 
     def __init__(
         self,
@@ -193,10 +196,6 @@ class Stream:
                 self._came.get_nowait()
             if not stay:
                 self.task.cancel()
-
-    async def ended(self) -> list[Group]:
-        """What came of the jobs, when it is kept. Cancelling this cancels them."""
-        return await self.task
 
     async def _work(self) -> list[Group]:
         kept = False

@@ -43,8 +43,6 @@ class PoolFacts:
         self._reading: PoolReading | None = None
         self._at = float("-inf")
         self._task: asyncio.Task[PoolReading] | None = None
-        self.draining = False
-        """Whether this gateway is about to end."""
 
     async def read(self, max_age_s: float = FRESH_S) -> PoolReading:
         """The pool, no older than that; all who ask at the same time are told the same. Raises RedisUnavailable."""
@@ -88,9 +86,7 @@ class PoolFacts:
         return any(feature in worker.features for worker in (await self._known()).workers)
 
     async def unready(self) -> str | None:
-        """Why this gateway should get no requests; None if it should."""
-        if self.draining:
-            return "draining"
+        """Why the pool can serve no requests; None if it can."""
         try:
             reading = await self.read()
         except (RedisError, OSError, RolloutMQError) as error:

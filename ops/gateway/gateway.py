@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -117,7 +117,7 @@ class Gateway:
                 await self.requests.drop(request)
             raise
         call.leave = partial(stream.leave, stay=call.key is not None)
-        task = self._mine(request, self._charged(call, stream.ended()))
+        task = self._mine(request, self._charged(call, stream.task))
         return _until(stream.deltas(stay=call.key is not None), task)
 
     async def begin(self, call: Call, jobs: Sequence[GenerateJob], *, only_new: bool = False) -> None:
@@ -174,7 +174,7 @@ class Gateway:
         work = self.core.run(request.tenant, named(request, jobs), self._keep(request), request.owner)
         return self._mine(request, self._charged(call, work))
 
-    async def _charged(self, call: Call, work: Coroutine[Any, Any, list[Group]]) -> list[Group]:
+    async def _charged(self, call: Call, work: Awaitable[list[Group]]) -> list[Group]:
         """What `work` returns. The call costs what that has, nothing if it was refused, the most if it was cut off."""
         used = None
         try:

@@ -146,8 +146,7 @@ class OpenAIDoor:
         if model.path and said not in model.names and said.rpartition(":")[2] not in adapters:
             here = ", ".join(sorted({model.name} | adapters.keys()))
             raise Refused(404, "model_not_found", f"The model {said!r} does not exist here: {here}.", param="model")
-        if body.get("chat_template") is not None:
-            raise InvalidField("chat_template", body["chat_template"], "absent: a template is a program")
+        _check_template(body)
         if type(body.get("seed")) is int and not await gateway.facts.honours("seed"):
             del body["seed"]  # OpenAI's is best effort, too
         try:
@@ -263,8 +262,7 @@ class OpenAIDoor:
         def encode(text: str, special: bool) -> list[int]:
             return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
-        if call.body.get("chat_template") is not None:
-            raise InvalidField("chat_template", call.body["chat_template"], "absent: a template is a program")
+        _check_template(call.body)
         return as_json(
             await asyncio.to_thread(
                 tokenize, call.body, encode, texts.encode_chat, context, tokenizer.convert_ids_to_tokens
@@ -288,6 +286,11 @@ class OpenAIDoor:
     def _tenant(self, http: Http) -> str:
         name = http.state.tenant = self._gateway.tenants.of(http.scope["headers"]).name
         return name
+
+
+def _check_template(body: dict[str, Any]) -> None:
+    if body.get("chat_template") is not None:
+        raise InvalidField("chat_template", body["chat_template"], "absent: a template is a program")
 
 
 def _request(kind: str, body: dict[str, Any], tokenizer: Any, render: Render, **more: Any) -> Request:

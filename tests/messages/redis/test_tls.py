@@ -17,14 +17,6 @@ from rolloutmq.messages.redis.connection import connect, ping
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    try:
-        return Certificates.make(tmp_path_factory.mktemp("certificates"))
-    except NoTls as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
 def port(certificates: Certificates) -> Iterator[int]:
     """Of a server that anybody who trusts the authority may talk to."""
     try:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from support.http import served
 from support.pools.pool import eventually
-from support.redis.deployments import Certificates, NoTls
+from support.redis.deployments import Certificates
 
 from rolloutmq.messages import ConfigError
 from rolloutmq.ops.gateway.http import HttpLimits, HttpServer, Tls
@@ -126,14 +126,6 @@ async def test_sigint_gives_no_notice_and_a_second_signal_no_time() -> None:
         assert (await held).json()["error"]["code"] == "shutting_down"
         assert running.stdout is not None
         assert await running.stdout.readline() == b"ended\n"
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    try:
-        return Certificates.make(tmp_path_factory.mktemp("certificates"))
-    except NoTls as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.pools.pool import eventually, status, worker
-from support.redis.deployments import Certificates, NoTls
+from support.redis.deployments import Certificates
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import SamplingParams
@@ -65,14 +65,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None: ...
-
-
-@pytest.fixture
-def certificates(tmp_path: Path) -> Certificates:
-    try:
-        return Certificates.make(tmp_path)
-    except NoTls as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.lazily import Lazily
+from support.specimens import answers
+from support.specimens.answers import decode
 
 from rolloutmq.messages import RolloutResult, Segment
 from rolloutmq.producer.calls import Delta
@@ -25,36 +27,17 @@ PROMPT = [7, 8, 9, 10]
 NOTHING = -30_000.0
 
 
-def decode(ids: Sequence[int]) -> str:
-    """A tokenizer of bytes: token 300 is special."""
-    return bytes(token for token in ids if token < 256).decode(errors="replace")
-
-
 def sample(request: Request, place: int = 0, number: int = 0, **fields: Any) -> RolloutResult:
     job = request.jobs[place]
-    given: dict[str, Any] = {
-        "job_id": job.id,
-        "sample": number,
-        "n": job.n,
-        "group_id": job.group,
-        "token_ids": IDS,
-        "logprobs": [-0.5, -1.0, -0.25],
-        "finish_reason": "stop",
-        "matched_stop": 300,
-        "segments": (Segment(3, 1), Segment(4, 2)),
-        "worker_id": "w",
-        "attempt": 1,
-        "cached_tokens": 2,
-        "fingerprint": {"engine": "scripted", "model": "m"},
-    }
+    more: dict[str, Any] = {"cached_tokens": 2, "fingerprint": {"engine": "scripted", "model": "m"}}
     if job.token_ids is None:
-        given |= {"prompt_ids": PROMPT, "text": "hi"}
+        more["prompt_ids"] = PROMPT
     if job.logprobs.top:
-        given["token_arrays"] = {
+        more["token_arrays"] = {
             "top_ids": np.array([[104, 97], [105, 98], [300, 99]], np.int32),
             "top_logprobs": np.array([[-0.5, -math.inf], [-1, math.nan], [0, -1]], np.float32),
         }
-    return RolloutResult(**given | fields)
+    return answers.sample(request, place, number, **more | fields)
 
 
 def chat(**body: Any) -> Request:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
 from support.lazily import Lazily
+from support.specimens.answers import decode, sample
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rolloutmq.messages import (
@@ -37,31 +38,6 @@ from rolloutmq.producer.openai import (
 types, chats = Lazily("openai.types"), Lazily("openai.types.chat")
 BYTES = "aé€😀".encode()
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-
-
-def decode(ids: Sequence[int]) -> str:
-    """A tokenizer of bytes: token 300 is special."""
-    return bytes(token for token in ids if token < 256).decode(errors="replace")
-
-
-def sample(request: Request, place: int = 0, number: int = 0, **fields: Any) -> RolloutResult:
-    job = request.jobs[place]
-    given: dict[str, Any] = {
-        "job_id": job.id,
-        "sample": number,
-        "n": job.n,
-        "group_id": job.group,
-        "token_ids": [104, 105, 300],
-        "logprobs": [-0.5, -1.0, -0.25],
-        "finish_reason": "stop",
-        "matched_stop": 300,
-        "segments": (Segment(3, 1), Segment(4, 2)),
-        "worker_id": "w",
-        "attempt": 1,
-    }
-    if job.token_ids is None:
-        given |= {"prompt_ids": [1, 2], "text": "hi"}
-    return RolloutResult(**given | fields)
 
 
 def chat(**body: Any) -> Request:
