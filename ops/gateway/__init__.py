@@ -3,9 +3,9 @@
 Many files: each is one promise (keys, heirs, quotas, tenants, versions) or one layer of a request.
 """
 
+from ..http import HttpLimits, HttpServer, Tls
 from .app import application
 from .gateway import Gateway
-from .http import HttpLimits, HttpServer, Tls
 from .settings import Settings
 from .tenants import new_key
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import numpy as np
 from pydantic import Field
 
 from ...messages.codec import MAX_ITEMS, RESULTS, Result, decode, decode_one_of, encode
-from ...messages.errors import MalformedMessage
+from ...messages.errors import JobFailed, MalformedMessage, RolloutMQError, TurnRefused
 from ...messages.model import JobFailure, Message, RolloutResult, TokenIds
 
 Answer = list[list[Result]] | JobFailure
 """What came of a request: the results of each of its jobs, by sample; or why there are none."""
+Results = list[list[RolloutResult]]
+"""The samples of each of a request's jobs, in order."""
 MAX_JOBS = MAX_ITEMS
+LATER = {"pool", "memory"}
+"""Reasons of a TurnRefused after which the turn can be recorded later."""
+REFUSED = "session_"
+"""The error of a turn that its session does not take begins so; the reason follows."""
 NONE = np.empty(0, np.int32)
 
 
@@ -64,6 +70,21 @@ def unpack(data: bytes) -> Answer:
     for results, prompt in zip(answer, kept.prompts, strict=True):
         learn(results, prompt if prompt.size else None)
     return answer
+
+
+def refusal_of(job_id: str, refused: RolloutMQError) -> JobFailure:
+    """The answer of a request whose results could not be recorded."""
+    error = f"{REFUSED}{refused.reason}" if isinstance(refused, TurnRefused) else ""
+    return JobFailure(job_id=job_id, outcome="dead", cause=str(refused), error=error)
+
+
+def results_of(answer: Answer) -> Results:
+    """The results in an answer. Raises JobFailed, and TurnRefused for what `refusal_of` makes."""
+    if isinstance(answer, JobFailure):
+        if answer.error.startswith(REFUSED):
+            raise TurnRefused(answer.cause, answer.error.removeprefix(REFUSED))
+        raise JobFailed(answer)
+    return cast(Results, answer)
 
 
 def learn(results: Sequence[Result], prompt: TokenIds | None) -> None:

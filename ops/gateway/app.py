@@ -15,12 +15,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...messages.errors import RolloutMQError
+from ..http import Refused, refusal
 from .call import ClientGone
 from .errors import told
 from .gateway import Gateway
-from .http import Refused, refusal
 from .openai_door import OpenAIDoor, as_json
-from .versions import VersionNotReady
 
 PAGE = Path(__file__).with_name("openapi.json")
 GONE = 499
@@ -69,8 +68,6 @@ def application(gateway: Gateway) -> Starlette:
 async def _answered(_: Http, error: Exception) -> Response:
     if isinstance(error, ClientGone):
         return Response(status_code=GONE)
-    if isinstance(error, VersionNotReady):
-        return as_json(error.body(), 409)
     if isinstance(error, HTTPException):
         error = Refused(error.status_code, "no_such_route", f"{error.detail}: see /openapi.json", headers=error.headers)
     return told(error).response

@@ -12,7 +12,7 @@ import orjson
 from starlette.requests import Request as Http
 
 from ...messages.errors import InvalidField
-from .http import Refused
+from ..http import Refused
 from .quotas import Admission
 from .requests import Request
 from .tenants import Tenant, Tenants

@@ -15,7 +15,7 @@ from ...messages.redis import insist
 from ...producer.calls import Delta, LastWorkers, Streams, run
 from ...producer.core import ClientCore
 from ...producer.inbox import Group, Handle, HandOut
-from .http import Refused
+from ..http import Refused
 
 ROOM_S = 20.0
 """A request waits so long for room in a full pool: less than any client waits for an answer."""

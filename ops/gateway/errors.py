@@ -6,7 +6,8 @@ from redis.exceptions import RedisError
 
 from ...messages.errors import RequestRefused, RolloutMQError, TurnRefused
 from ...producer.openai import error_of
-from .http import Refused
+from ..http import Refused
+from .answers import LATER
 from .requests import KeyReused
 
 NO_RETRY = {"x-should-retry": "false"}
@@ -20,9 +21,9 @@ def told(error: Exception) -> Refused:
     if isinstance(error, KeyReused):
         return Refused(422, "idempotency_key_reused", str(error), param=error.field, headers=NO_RETRY)
     if isinstance(error, TurnRefused):
-        full = error.reason in {"pool", "memory"}
-        again = {"retry_after_s": 1} if full else {"headers": NO_RETRY}
-        return Refused(503 if full else 409, f"session_{error.reason}", str(error), **again)
+        later = error.reason in LATER
+        again = {"retry_after_s": 1} if later else {"headers": NO_RETRY}
+        return Refused(503 if later else 409, f"session_{error.reason}", str(error), **again)
     if isinstance(error, RequestRefused):
         return Refused(400, "invalid_request_error", str(error))
     if isinstance(error, RolloutMQError):

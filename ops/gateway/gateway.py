@@ -10,23 +10,23 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
 from ...messages.broker import RecordedSessions, broker_of
-from ...messages.errors import ConfigError, JobFailed, RolloutMQError, TurnRefused
-from ...messages.model import EmbedJob, GenerateJob, JobFailure, RolloutResult
+from ...messages.errors import ConfigError, RolloutMQError, TurnRefused
+from ...messages.model import EmbedJob, GenerateJob, JobFailure
 from ...messages.redis import connect, insist, ping
 from ...producer.calls import Delta, Watched
 from ...producer.data import Texts
 from ...producer.inbox import Group
-from .answers import Answer
+from ..http import Refused
+from .answers import Answer, Results, results_of
 from .call import Call, ClientGone
 from .core import Core, Keep
 from .facts import PoolFacts
 from .heir import Gateways
-from .http import Refused
 from .quotas import Quotas
 from .requests import Request, RequestLost, Requests
 from .settings import Settings
@@ -39,8 +39,6 @@ ORPHANED_LOOKS = 20
 """An answer without a key that stays for two seconds was not delivered: its gateway died, or nobody listened."""
 TOKENIZER_S = 60.0
 """A tokenizer that could not be loaded is looked for again after so many seconds."""
-Results = list[list[RolloutResult]]
-"""The samples of each of a request's jobs, in order."""
 T = TypeVar("T")
 J = TypeVar("J", GenerateJob, EmbedJob)
 
@@ -56,10 +54,10 @@ class Gateway:
         self.texts = Texts(settings.tokenizer)
         self.tenants = Tenants.load(settings.keys)
         self.quotas = Quotas(self._redis, settings.pool)
-        self.requests = Requests(self._redis, settings.pool)
+        self.requests = Requests(self._redis, settings.pool, record=self._record)
         self.sessions = RecordedSessions(broker)
         self.core = Core(settings.redis, settings.pool, self._join)
-        self._gateways = Gateways(settings.redis, self.requests, record=self._record, renamed=self.core.close)
+        self._gateways = Gateways(settings.redis, self.requests, renamed=self.core.close)
         self._running: dict[str, asyncio.Task[Any]] = {}  # by the seeds of requests, while this gateway runs them
         self.loaded: Callable[[], None] = lambda: None
         """Called when the tokenizer is there, the last of what stays."""
@@ -241,7 +239,7 @@ class Gateway:
             try:
                 return await work
             except BaseException:
-                if request is not None and request.owner not in self.core.gone:
+                if request is not None and request.owner not in self.core.gone and self.requests.unfinished(request):
                     self._drop(request)
                 raise
 
@@ -259,10 +257,7 @@ class Gateway:
 
     def _keep(self, request: Request) -> Keep:
         async def keep(groups: list[Group]) -> None:
-            answer = _answer(groups)
-            if not isinstance(answer, JobFailure):
-                await self._record(request, results_of(answer))
-            await self.requests.finish(request, answer)
+            await self.requests.finish(request, _answer(groups))
 
         return keep
 
@@ -290,13 +285,6 @@ def named(request: Request, jobs: Sequence[GenerateJob]) -> list[GenerateJob]:
 def _answer(groups: Sequence[Group]) -> Answer:
     failures = [failure for group in groups for failure in group.failures]
     return failures[0] if failures else [list(group.results) for group in groups]
-
-
-def results_of(answer: Answer) -> Results:
-    """The results in an answer. Raises JobFailed."""
-    if isinstance(answer, JobFailure):
-        raise JobFailed(answer)
-    return cast(Results, answer)
 
 
 async def _until(deltas: AsyncGenerator[Delta], task: asyncio.Task[Any]) -> AsyncGenerator[Delta]:

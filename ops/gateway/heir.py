@@ -7,14 +7,14 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from ...messages.errors import ClientReplaced, InvalidField, MessageError, RolloutMQError
 from ...messages.ids import check_client_id
-from ...messages.model import JobFailure, RolloutResult
+from ...messages.model import RolloutResult
 from ...messages.redis import text
 from ...messages.scripts import calls
 from ...producer.calls import Groups
@@ -24,8 +24,6 @@ from .answers import Answer, learn
 from .requests import Request, RequestLost, Requests
 
 log = logging.getLogger(__name__)
-Record = Callable[[Request, list[list[RolloutResult]]], Awaitable[None]]
-"""Gets the results of a request before it is finished, of each of its jobs by sample; perhaps more than once."""
 ANYBODY = "-"
 """Stands for the heir of a client that a gateway has left to whoever comes."""
 
@@ -42,17 +40,15 @@ class Gateways:
         redis_url: str,
         requests: Requests,
         *,
-        record: Record,
         renamed: Callable[[list[str]], Coroutine[Any, Any, None]],
         beat_s: float = 3.0,
         alive_s: float = 15.0,
     ) -> None:
-        """redis_url: of the pool of `requests`. record: see Record; if it raises a RolloutMQError, that is the answer.
-        renamed(old): run when this gateway has taken a new name, with the ids of the clients to be closed.
-        beat_s: how often it says that it lives. alive_s: how long others believe it.
+        """redis_url: of the pool of `requests`. renamed(old): run when this gateway has taken a new name, with the ids
+        of the clients to be closed. beat_s: how often it says that it lives. alive_s: how long others believe it.
         """
         self._url, self._requests, self._redis = redis_url, requests, requests.redis
-        self._record, self._renamed, self._beat_s, self._alive_s = record, renamed, beat_s, alive_s
+        self._renamed, self._beat_s, self._alive_s = renamed, beat_s, alive_s
         self._keys, self._scripts = requests.keys, requests.scripts
         self.name, self._clients = _new_name(), list[str]()
         self._silent: dict[str, float] = {}  # clients of gateways that seem dead -> since when, by time.monotonic()
@@ -150,24 +146,19 @@ class Gateways:
 
     async def _settle(self, dead: str, group: Group) -> None:
         request = await self._request(dead, group.group_id)
-        results = None if request is None else _answer(request, group)
-        if request is None or results is None:
+        answer = None if request is None else _answer(request, group)
+        if request is None or answer is None:
             return
         try:
-            await self._requests.finish(request, await self._recorded(request, results))
+            await self._requests.finish(request, answer)
         except RequestLost:
             log.info("request %s was forgotten before it was finished", request.id)
-
-    async def _recorded(self, request: Request, results: list[list[RolloutResult]] | JobFailure) -> Answer:
-        """The results, once they are recorded; or why that is refused."""
-        try:
-            if isinstance(results, list):
-                await self._record(request, results)
-        except RolloutMQError as refused:
+        except (
+            RolloutMQError
+        ) as refused:  # kept for whoever asks; else the request is lost with its client, and begun anew
             if isinstance(refused, RedisError):
                 raise
-            return JobFailure(job_id=request.job_ids[0], outcome="dead", cause=str(refused))
-        return [[*job] for job in results] if isinstance(results, list) else results
+            log.warning("request %s is not recorded: %s", request.id, refused)
 
     async def _request(self, dead: str, group: str) -> Request | None:
         """The request with a key that this group of jobs belongs to, if it is this client's to finish."""
@@ -179,7 +170,7 @@ class Gateways:
         return request if request is not None and request.state == "running" and request.owner == dead else None
 
 
-def _answer(request: Request, group: Group) -> list[list[RolloutResult]] | JobFailure | None:
+def _answer(request: Request, group: Group) -> Answer | None:
     """What came of a request; None if that is not all of it."""
     jobs: dict[str, list[RolloutResult]] = {job_id: [] for job_id in request.job_ids}
     if {it.job_id for it in group.results} | {it.job_id for it in group.failures} != jobs.keys():
@@ -190,7 +181,7 @@ def _answer(request: Request, group: Group) -> list[list[RolloutResult]] | JobFa
         jobs[result.job_id].append(result)
     for results, prompt in zip(jobs.values(), request.prompts, strict=True):
         learn(results, prompt)
-    return list(jobs.values()) if all(len(its) == its[0].n for its in jobs.values()) else None
+    return [[*its] for its in jobs.values()] if all(len(its) == its[0].n for its in jobs.values()) else None
 
 
 def _new_name() -> str:

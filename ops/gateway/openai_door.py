@@ -37,10 +37,11 @@ from ...producer.openai import (
     switch,
     tokenize,
 )
+from ..http import Refused
+from .answers import results_of
 from .call import Call, read_call
 from .errors import told
-from .gateway import Gateway, named, results_of
-from .http import Refused
+from .gateway import Gateway, named
 from .requests import Request as Begun
 from .requests import id_of
 from .versions import check_versions, wait_s, watch_versions

@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from ...messages.redis import Keys
 from ...messages.scripts import Scripts, calls
-from .http import Refused
+from ..http import Refused
 from .tenants import Tenant
 
 log = logging.getLogger(__name__)

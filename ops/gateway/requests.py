@@ -7,18 +7,18 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
-from ...messages.errors import InvalidField, MessageError, PoolBusy, RolloutMQError
+from ...messages.errors import InvalidField, MessageError, PoolBusy, RolloutMQError, TurnRefused
 from ...messages.ids import derived_id, is_id, new_id
 from ...messages.model import JobFailure, TokenIds
 from ...messages.redis import Keys, PoolRedis, is_wrong_type, name_once, text
 from ...messages.scripts import Scripts, calls
-from .answers import MAX_JOBS, Answer, pack, pack_prompts, unpack, unpack_prompts
+from .answers import LATER, MAX_JOBS, Answer, Results, pack, pack_prompts, refusal_of, unpack, unpack_prompts
 
 log = logging.getLogger(__name__)
 RUNS_S = 31 * 86400
@@ -70,6 +70,10 @@ class Request:
         return f"{self.tenant}/{self.id}"
 
 
+Record = Callable[[Request, Results], Awaitable[None]]
+"""Gets the results of a request before it is finished, perhaps more than once. Raises TurnRefused."""
+
+
 class Requests:
     """The requests with keys of one pool. Their records are in the home shard.
 
@@ -79,13 +83,19 @@ class Requests:
     """
 
     def __init__(
-        self, redis: PoolRedis, pool: str, *, remember_s: float = 600.0, most_bytes: int = ANSWERS_BYTES
+        self,
+        redis: PoolRedis,
+        pool: str,
+        *,
+        record: Record | None = None,
+        remember_s: float = 600.0,
+        most_bytes: int = ANSWERS_BYTES,
     ) -> None:
         """remember_s: how long an answer is kept. most_bytes: of all kept answers, with which no request begins."""
         self.redis: Any = redis
         self.keys = Keys(pool)
         self.scripts = Scripts(redis, self.keys)
-        self._remember_s, self._most_bytes = remember_s, most_bytes
+        self._record, self._remember_s, self._most_bytes = record, remember_s, most_bytes
         self._unfinished = set[str]()  # seeds of what was begun here
 
     async def begin(
@@ -126,7 +136,22 @@ class Requests:
         return Request(tenant, name, cast("State", state), text(found[2]), text(found[1]), tuple(prompts), answer)
 
     async def finish(self, request: Request, answer: Answer) -> Answer:
-        """Keep the answer, and return the one that counts: the first. Raises RequestLost."""
+        """Record the answer, keep it, and return the one that counts: the first.
+
+        A turn that its session does not take is kept as a failure, which whoever asks again is told, too. Raises
+        TurnRefused then, and RequestLost.
+        """
+        try:
+            if self._record is not None and not isinstance(answer, JobFailure):
+                await self._record(request, cast(Results, answer))
+        except RolloutMQError as refused:
+            if isinstance(refused, RedisError) or (isinstance(refused, TurnRefused) and refused.reason in LATER):
+                raise  # another attempt may be recorded
+            await self._store(request, refusal_of(request.job_ids[0], refused))
+            raise
+        return await self._store(request, answer)
+
+    async def _store(self, request: Request, answer: Answer) -> Answer:
         try:
             packed = pack(answer, request.prompts)
         except InvalidField as refused:  # it is for the caller alone
@@ -138,12 +163,16 @@ class Requests:
             raise _lost(request)
         return unpack(other[0]) if other else answer
 
+    def unfinished(self, request: Request) -> bool:
+        """Whether it was begun here, and has no answer yet."""
+        return request.seed in self._unfinished
+
     async def drop(self, request: Request) -> None:
         """Forget the request, and its answer: nobody will ask for it, or it has no jobs any more.
 
         Does nothing if others took the owner for dead: they finish it; or have, while its owner did not.
         """
-        await self._finish(request, b"", -1 if request.seed in self._unfinished else 0)
+        await self._finish(request, b"", -1 if self.unfinished(request) else 0)
 
     async def _finish(self, request: Request, packed: bytes, keep_ms: int) -> list[bytes]:
         found: list[bytes] = await self.scripts.run(calls.finish_request(request._place, request.seed, packed, keep_ms))

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from ...messages import ConfigError
-from .http import Refused
+from ..http import Refused
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0

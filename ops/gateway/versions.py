@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from redis.exceptions import RedisError
+from starlette.responses import JSONResponse
 
-from ...messages.errors import InvalidField, RolloutMQError
+from ...messages.errors import InvalidField
 from ...messages.model import GenerateJob
+from ..http import Refused
 from .facts import PoolFacts, serves
 
 WAIT_HEADER = "x-weight-version-wait"
@@ -24,23 +25,20 @@ LOOK_S = 0.2
 LOST_S = 5.0
 
 
-class VersionNotReady(RolloutMQError):
+class VersionNotReady(Refused):
     """No worker has the weights that a request asks for. target: their version; applied: the newest that one has."""
 
     def __init__(self, target: int, applied: int | None, exact: bool) -> None:
         wanted = f"exactly version {target}" if exact else f"version {target} or newer"
         has = "no worker serves" if applied is None else f"the newest that a worker has is {applied}"
-        super().__init__(f"no worker has weights of {wanted}: {has}")
+        super().__init__(409, "WeightVersionNotReady", f"no worker has weights of {wanted}: {has}")
         self.target, self.applied = target, applied
 
-    def body(self) -> dict[str, Any]:
-        """The answer's body; its status is 409."""
-        return {
-            "type": "WeightVersionNotReady",
-            "target_version": self.target,
-            "applied": self.applied,
-            "message": str(self),
-        }
+    @property
+    def response(self) -> JSONResponse:
+        """{"type", "target_version", "applied", "message"}."""
+        said = {"type": self.code, "target_version": self.target, "applied": self.applied, "message": str(self)}
+        return JSONResponse(said, self.status)
 
 
 def wait_s(headers: Mapping[str, str]) -> float:

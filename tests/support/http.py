@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.pools.pool import eventually
 
-from rolloutmq.ops.gateway.http import HttpLimits, HttpServer, Refused, Tls, refusal
+from rolloutmq.ops.http import HttpLimits, HttpServer, Refused, Tls, refusal
 
 
 async def length(request: Request) -> Response:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rolloutmq.ops.gateway.http import Refused, refusal
+from rolloutmq.ops.http import Refused, refusal
 
 
 def page_application(page: Mapping[str, Any]) -> Starlette:

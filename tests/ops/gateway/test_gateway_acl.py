@@ -14,9 +14,9 @@ from support.specimens.messages import tokens
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Lease, connect
-from rolloutmq.ops.gateway.http import Refused
 from rolloutmq.ops.gateway.quotas import Quotas
 from rolloutmq.ops.gateway.tenants import Tenant
+from rolloutmq.ops.http import Refused
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.sync.transfer.ledger import Ledger
 

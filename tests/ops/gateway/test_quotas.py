@@ -12,9 +12,9 @@ from support.pools.pool import eventually, short_retries
 
 from rolloutmq.messages.redis import Keys, connect
 from rolloutmq.ops.gateway import quotas
-from rolloutmq.ops.gateway.http import Refused
 from rolloutmq.ops.gateway.quotas import Admission, Quotas
 from rolloutmq.ops.gateway.tenants import Tenant
+from rolloutmq.ops.http import Refused
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 KEYS = Keys("mine")

@@ -13,8 +13,10 @@ from support.specimens.messages import result
 
 from rolloutmq import GenerateJob, InvalidField
 from rolloutmq.messages import JobFailure, MessageError, PoolBusy, codec, connect, encode
+from rolloutmq.messages.errors import TurnRefused
 from rolloutmq.messages.model import EmbedJob, EmbedResult
 from rolloutmq.messages.redis import PoolRedis
+from rolloutmq.ops.gateway.answers import results_of
 from rolloutmq.ops.gateway.requests import KeyReused, Request, RequestLost, Requests
 
 OWNER = "acme/gw-1"
@@ -54,6 +56,28 @@ async def test_a_repeat_gets_the_answer(requests: Requests) -> None:
     assert await waiting == given
     third = await begin(requests)
     assert (third.state, third.answer) == ("done", given)
+
+
+@pytest.mark.parametrize(("reason", "kept"), [("taken", True), ("turns", True), ("pool", False), ("memory", False)])
+async def test_a_turn_that_is_refused_is_told_to_whoever_asks_later(redis: PoolRedis, reason: str, kept: bool) -> None:
+    async def refuse(*_: Any) -> None:
+        raise TurnRefused("the session takes no turn", reason)
+
+    requests = Requests(redis, "default", record=refuse)
+    await redis.hset(requests.keys.gateways, OWNER, "")
+    first = await begin(requests)
+    with pytest.raises(TurnRefused):
+        await requests.finish(first, answer(first))
+    assert requests.unfinished(first) is not kept
+    found = await requests.look("acme", first.id)
+    assert found is not None
+    if kept:
+        assert found.answer is not None
+        with pytest.raises(TurnRefused, match="takes no turn") as refused:
+            results_of(found.answer)
+        assert refused.value.reason == reason
+    else:
+        assert found.state == "running"
 
 
 async def test_only_what_is_known_comes_back(requests: Requests) -> None:

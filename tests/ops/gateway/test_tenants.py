@@ -11,8 +11,8 @@ import pytest
 
 from rolloutmq.messages import ConfigError
 from rolloutmq.ops.gateway import tenants
-from rolloutmq.ops.gateway.http import Refused
 from rolloutmq.ops.gateway.tenants import Tenants, new_key
+from rolloutmq.ops.http import Refused
 
 KEY = f"rmq-{'k' * 43}"  # the same in all processes that share these tests
 DIGEST = f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"

@@ -43,10 +43,8 @@ class SmallGateway:
         self.url, self.stage = url, stage
         self.pool = pool
         self.redis = connect(url, pool=pool)
-        self.requests = Requests(self.redis, pool)
-        self.gateways = Gateways(
-            url, self.requests, record=self.inherit, renamed=self.renamed, beat_s=0.1, alive_s=3600.0
-        )
+        self.requests = Requests(self.redis, pool, record=self.record)
+        self.gateways = Gateways(url, self.requests, renamed=self.renamed, beat_s=0.1, alive_s=3600.0)
         self.recorded: list[str] = []
         self.cores: dict[str, ClientCore] = {}
         self.refused: list[str] = []
@@ -80,8 +78,8 @@ class SmallGateway:
         found = [await core.broker.open_jobs(owner) for owner, core in self.cores.items()]
         return sum(map(len, found)) == count
 
-    async def inherit(self, request: Request, results: list[list[Any]]) -> None:
-        await self.stage("inherits")
+    async def record(self, request: Request, _: list[list[Any]]) -> None:
+        await self.stage("taken" if request.owner in self.cores else "inherits")
         self.recorded.append(request.id)
         if request.id in self.refused:
             raise TurnRefused("it was taken", "taken")
@@ -113,8 +111,6 @@ class SmallGateway:
 
         async def finish(groups: list[Group]) -> None:
             nonlocal answer
-            await self.stage("taken")
-            self.recorded.append(request.id)
             answer = await self.requests.finish(request, [[*it.results] for it in groups])
 
         await self.stage("begun")

@@ -12,7 +12,7 @@ from support.http import Running, served
 from support.pools.pool import eventually
 
 from rolloutmq.messages import ConfigError
-from rolloutmq.ops.gateway.http import HttpLimits, HttpServer, Refused
+from rolloutmq.ops.http import HttpLimits, HttpServer, Refused
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n"
 GET = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -205,7 +205,7 @@ async def test_the_log_has_each_request_and_no_secret(caplog: pytest.LogCaptureF
         connection = await running.connection()
         await connection.send(b"GET /health SECRET\r\n\r\n")
         assert (await connection.answer())[0] == 400
-    lines = [one.getMessage() for one in caplog.records if one.name == "rolloutmq.ops.gateway.http.access"]
+    lines = [one.getMessage() for one in caplog.records if one.name == "rolloutmq.ops.http.access"]
     assert lines[0].startswith('127.0.0.1 - "POST /v1/chat/completions" 200, 6 B in, ')
     assert lines[1] == "127.0.0.1 - refused: 400 Invalid HTTP request received."
     assert [one for one in caplog.records if one.name != "httpx" and "SECRET" in one.getMessage()] == []

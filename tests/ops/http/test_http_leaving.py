@@ -20,13 +20,13 @@ from support.pools.pool import eventually
 from support.redis.deployments import Certificates
 
 from rolloutmq.messages import ConfigError
-from rolloutmq.ops.gateway.http import HttpLimits, HttpServer, Tls
+from rolloutmq.ops.http import HttpLimits, HttpServer, Tls
 
 PROCESS = """
 import asyncio, sys
 from support.http import Held, application
-from rolloutmq.ops.gateway.http import HttpLimits
-from rolloutmq.ops.gateway.http import HttpServer
+from rolloutmq.ops.http import HttpLimits
+from rolloutmq.ops.http import HttpServer
 held = Held()
 server = HttpServer(application(held), "127.0.0.1", 0, limits=HttpLimits(drain_notice_s={notice}, drain_s={drain}))
 print(server.port, flush=True)

@@ -13,7 +13,7 @@ from types import FrameType
 
 from uvicorn import Server
 
-from ....messages import ConfigError
+from ...messages import ConfigError
 from .guard import App, Guard
 from .protocol import READ_AHEAD, HttpLimits, LimitedConfig, LimitedProtocol
 
