@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests, for two cores: two compute, with engines, and the third one mostly waits.
 PROCESSES ?= 3
-PYTEST_ALL = .venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile
+PYTEST_ALL = .venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile $(FORGET)
 EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/packages
 # What depends on the server: scripts, connections, deployments, and whoever speaks to it most.
 SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --ignore=tests/worker/sglang --ignore=tests/producer/trl
@@ -18,6 +18,8 @@ SCRIPT_TESTS = tests/messages/broker tests/messages/redis
 
 # In CI, what failed beside other tests is run once more, alone: a machine that has two cores for four processes delays
 # timers by seconds. The output names it, and whoever reads that looks for the race. Outside CI everything runs once.
+# What failed in an earlier run is forgotten: a run that could not begin would have that run once more, and pass.
+FORGET = $(if $(CI),--cache-clear)
 ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && echo "these failed; once more and alone:" && .venv/bin/python -m pytest --lf --lfnf=none; })
 
 BENCHES = $(addprefix bench-,queue shards idle engine episodes gateway sync scale)
@@ -95,7 +97,7 @@ test-trainers: setup
 	    echo "test-trainers: pip cannot install them (out/trainers.log), nothing is tested with them"; exit 0; }; \
 	  cp requirements/trainers.txt $(TRAINERS)/made-from; fi; \
 	set -x; export PYTHONPATH="$(CURDIR)/$(TRAINERS)" PYTEST_ADDOPTS="-W default::pytest.PytestUnraisableExceptionWarning"; \
-	  .venv/bin/python -m pytest tests/packages --junitxml=out/tests-trainers.xml $(PYTEST) $(ONCE_MORE)
+	  .venv/bin/python -m pytest tests/packages $(FORGET) --junitxml=out/tests-trainers.xml $(PYTEST) $(ONCE_MORE)
 
 test-redis7: setup
 	@server="$$(command -v redis-server)"; case "$$("$$server" --version 2>/dev/null)" in *v=[789].*) ;; \
