@@ -88,7 +88,7 @@ async def test_broken_requests_at_a_gateway(redis_db: str, text_model: Path, cou
                 assert outcome.faults == []
                 sizes.append(process.memory_info().rss >> 20)
             assert await healthy(port)
-            assert running.generation.finished > count // 100
+            assert running.generation.finished > count // 400  # the others that are sound repeat a key, or hang up
             assert sizes[-1] - sizes[2] <= 8, f"MiB after each fifth: {sizes}"  # its caches are full by then
             assert process.num_fds() < 200
 
