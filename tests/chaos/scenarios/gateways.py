@@ -81,8 +81,10 @@ FAULTS = [
 
 async def freeze(process: Spoken, seconds: float) -> None:
     process.signal(signal.SIGSTOP)
-    await asyncio.sleep(seconds)  # how long it is frozen
-    process.signal(signal.SIGCONT)
+    try:
+        await asyncio.sleep(seconds)  # how long it is frozen
+    finally:  # also where the minutes are over
+        process.signal(signal.SIGCONT)
 
 
 async def begin_gateway(chaos: Chaos) -> GatewayProcess:
