@@ -39,6 +39,7 @@ ORPHANED_LOOKS = 20
 """An answer without a key that stays for two seconds was not delivered: its gateway died, or nobody listened."""
 TOKENIZER_S = 60.0
 """A tokenizer that could not be loaded is looked for again after so many seconds."""
+LOADING_S = 10.0
 T = TypeVar("T")
 J = TypeVar("J", GenerateJob, EmbedJob)
 
@@ -63,7 +64,8 @@ class Gateway:
         """Called when the tokenizer is there, the last of what stays."""
         self._dropping: set[asyncio.Task[None]] = set()
         self._tokenizer: Any = None
-        self._look_at = 0.0
+        self._loading: asyncio.Task[None] | None = None
+        self._look_at = self._wait_until = 0.0
 
     async def _join(self, tenant: str) -> str:
         return await self._gateways.join(tenant)
@@ -153,17 +155,30 @@ class Gateway:
         return job.model_copy(update=more) if more else job
 
     async def tokenizer(self) -> Any:
-        """The model's; None if this host has none, so that workers make tokens and text."""
-        if self._tokenizer is None and time.monotonic() >= self._look_at:
-            if self.texts.model is None and not self.texts.given:
-                self.texts.model = (await self.facts.model()).path or None
-            try:
-                self._tokenizer = await asyncio.to_thread(self.texts.load)
-                self.loaded()
-            except ConfigError as error:
-                self._look_at = time.monotonic() + TOKENIZER_S
-                log.warning("workers make tokens and text: %s", error)
+        """The model's; None if this host has none, so that workers make tokens and text.
+
+        In a gateway's first seconds requests wait for it; a busy host may take a minute to import what loads it.
+        """
+        if self._tokenizer is None:
+            now = time.monotonic()
+            if (self._loading is None or self._loading.done()) and now >= self._look_at:
+                self._wait_until = self._wait_until or now + LOADING_S
+                self._loading = asyncio.create_task(self._load())
+                self._loading.add_done_callback(_seen)
+            if self._loading is not None and not self._look_at and now < self._wait_until:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(self._loading), self._wait_until - now)
         return self._tokenizer
+
+    async def _load(self) -> None:
+        if self.texts.model is None and not self.texts.given:
+            self.texts.model = (await self.facts.model()).path or None
+        try:
+            self._tokenizer = await asyncio.to_thread(self.texts.load)
+            self.loaded()
+        except ConfigError as error:
+            log.warning("workers make tokens and text: %s", error)
+        self._look_at = time.monotonic() + TOKENIZER_S
 
     def run(self, call: Call, jobs: Sequence[GenerateJob]) -> asyncio.Task[list[Group]]:
         """Run a request that is new, whoever waits for it."""

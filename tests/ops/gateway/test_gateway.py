@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +17,11 @@ from support.gateways import gateway
 from support.pools.pool import Running, eventually, letters, runs, worker
 
 from rolloutmq import RolloutClient
+from rolloutmq.messages import ConfigError
 from rolloutmq.messages.broker import Broker
 from rolloutmq.ops.gateway import Gateway, Settings, application, new_key
+from rolloutmq.ops.gateway import gateway as gateways
+from rolloutmq.producer.data import Texts
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 PROMPT = {"prompt": [1, 2, 3], "max_tokens": 4, "return_token_ids": True}
@@ -330,6 +334,27 @@ async def test_bad_requests_name_what_is_wrong(served: Served) -> None:
     assert refused(await client.get("/v1/models/none")) == (404, "model_not_found")
     assert (await client.get("/v1/models/scripted")).json()["id"] == "scripted"
     assert refused(await client.get("/v1/completions"))[0] == 405
+
+
+async def test_a_tokenizer_that_takes_long_holds_nobody_up(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loaded once, however many ask, and workers make tokens until it is there."""
+    begun, go_on = list[Texts](), threading.Event()
+
+    def load(texts: Texts) -> Any:
+        begun.append(texts)
+        go_on.wait(60)
+        raise ConfigError("there is none")
+
+    monkeypatch.setattr(Texts, "load", load)
+    monkeypatch.setattr(gateways, "LOADING_S", 0.1)
+    try:
+        async with worker(redis_db), gateway(redis_db) as client:
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=PROMPT) for _ in range(8)))
+            assert [len(sampled(it)[0]) for it in answers] == [4] * 8
+            assert len(begun) == 1
+            go_on.set()
+    finally:
+        go_on.set()
 
 
 async def test_health_says_why_it_is_not_ready(redis_db: str) -> None:
