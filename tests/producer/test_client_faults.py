@@ -27,8 +27,8 @@ from rolloutmq import (
 from rolloutmq.messages import Broker, Caps, Finished
 from rolloutmq.messages.scripts import calls
 from rolloutmq.messages.scripts.source import script_source
-from rolloutmq.producer.core import Sent, enqueued
 from rolloutmq.producer.inbox import reader
+from rolloutmq.producer.sending import Sent, enqueued
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
