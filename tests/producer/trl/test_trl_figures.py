@@ -9,6 +9,8 @@ import pytest
 from support.event_files import scalars
 from support.lazily import Lazily
 
+from rolloutmq import BlockingRolloutClient, RedisUnavailable
+
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.usefixtures("trl_worker")]
 made, pool = Lazily("support.trainers.trl"), Lazily("rolloutmq.producer.trl")
 
@@ -36,19 +38,21 @@ def test_of_the_asynchronous_trainer(
     assert shown["train/rollout/dropped/failed"] == [(2, 0), (4, 0)]
 
 
-def test_of_the_trainer_in_step(tiny: Path, trl_redis: str, tmp_path: Path) -> None:
-    """It has no books. A Redis that is gone when TRL logs costs figures, and no training."""
+def test_of_the_trainer_in_step(
+    tiny: Path, trl_redis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no books. A Redis that does not answer when TRL logs costs figures, and no training."""
     trainer, rollouts = made.grpo_trainer(tiny, tmp_path, trl_redis, max_steps=3)
-    figures = pool.PoolFigures(rollouts)
 
-    def close() -> None:
-        figures._client.close()
+    def gone(_: BlockingRolloutClient) -> None:
+        raise RedisUnavailable("it does not answer")
 
-    trainer.add_callback(made.At(3, close))
-    trainer.add_callback(figures)
+    trainer.add_callback(made.At(3, lambda: monkeypatch.setattr(BlockingRolloutClient, "load", gone)))
+    trainer.add_callback(pool.PoolFigures(rollouts))
     trainer.train()
     rollouts.close()
-    assert column(trainer, "rollout/workers/count") == [1, 1], "the third time its client was closed"
+    assert column(trainer, "rollout/workers/count") == [1, 1], "the third time it did not"
+    assert "no figures of queue and workers: it does not answer" in caplog.text
     assert len(column(trainer, "rollout/sync/seconds")) == 3
     assert not column(trainer, "rollout/trained")
     assert trainer.state.global_step == 3
