@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ class ClientCore:
                 f"max_outstanding={self.max_outstanding}: take some results first"
             )
         try:
-            with Bar(progress, "submitted", len(mine)) as bar:
+            with Bar(progress, "submitted", len(mine)) if progress else nullcontext() as bar:
                 states = await send_all(counted(self._send, bar) if bar else self._send, mine, timeout)
         except PoolBusy as busy:
             await self._settle(mine, busy.states)

@@ -35,7 +35,7 @@ class Loop(AsyncIterator[T], Generic[T]):
     def __init__(self, core: ClientCore, timeout: float | None, progress: bool | str = False) -> None:
         self._core, self._inbox, self._timeout = core, core.inbox, timeout
         self._last: HandOut | None = None
-        self._bar = Bar(progress, self.counts) or None
+        self._bar = (Bar(progress, self.counts) or None) if progress else None
         self.asked = False
         self._code = calling_code()  # not in __anext__, which `asyncio.wait_for` may run in a task of its own
         self._begun = self._over = self._waiting = False
