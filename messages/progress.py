@@ -82,7 +82,7 @@ def _progress() -> Progress | None:
     except ModuleNotFoundError:
         raise ConfigError("a progress bar needs rich: pip install 'rolloutmq[cli]'") from None
     console = Console(stderr=True)
-    if not (sys.stderr.isatty() or console.is_jupyter):
+    if not ((sys.stderr is not None and sys.stderr.isatty()) or console.is_jupyter):
         return None
     texts = [TextColumn(f"{{task.{part}}}", markup=False) for part in ("description", "fields[rate]", "fields[note]")]
     failed = TextColumn("{task.fields[failed]}", style="red", markup=False)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..sync.publish import PublishReport
 
 TOTALS = ("prompts", "accepted", "trained", "in_flight", "updates", "version", "ready", "at_trainer", "unsaved_bytes")
+NEEDED = {"trained", "dropped", "marks", "staleness"}
 MARKS = ("marked", "waited", "asked again", "let through", "held up", "left out")
 LOADS = ("open_jobs", "open_bytes", "unread_bytes", "suspects", "redelivered", "leases_lost", "dead")
 
@@ -36,7 +37,11 @@ def figures(
         `queue/redelivered` and others; `workers/count`, `running`, `tokens_per_s`, `behind` (most versions that one has
         yet to get).
     sync: a report of the publisher: `rollout/sync/seconds`, `bytes`, `workers`, `failures`, `version`.
+    Raises InvalidField for what is no report of books.
     """
+    for name, report in (("books", books), ("before", before)):
+        if report is not None and not (isinstance(report, Mapping) and report.keys() >= NEEDED):
+            raise InvalidField(name, report, "the report of a feed or of books: feed.report()")
     found: dict[str, float] = {}
     if books is not None:
         found |= {name: books[name] for name in TOTALS if name in books}

@@ -64,6 +64,11 @@ def test_a_program_that_ends_amid_its_bar(tmp_path: object) -> None:
     assert drawn.rstrip().endswith(b"\x1b[?25h")
 
 
+def test_a_process_without_stderr() -> None:
+    run = subprocess.run(["sh", "-c", f"exec {sys.executable} -c '{PROGRAM}' 2>&-"], stdout=subprocess.PIPE, check=True)
+    assert len(run.stdout.split()) == 20
+
+
 @pytest.mark.parametrize("forced", ["FORCE_COLOR", "TTY_COMPATIBLE"])
 def test_a_file_gets_nothing(forced: str) -> None:
     """Whatever variables make rich take it for a terminal."""

@@ -85,6 +85,13 @@ async def test_queue_and_workers_of_a_pool(client: RolloutClient, serving: None)
     assert (told["rollout/sync/workers"], told["rollout/sync/failures"]) == (2, 1)
 
 
+@pytest.mark.parametrize("wrong", [books(), [], {"trained": 1}])
+def test_what_is_no_report_is_refused(wrong: Any) -> None:
+    for given in ((wrong,), (Books().report(), wrong)):
+        with pytest.raises(InvalidField, match=r"feed\.report\(\)"):
+            figures(*given)
+
+
 # --- where they go ----------------------------------------------------------------------------------------------------
 
 
