@@ -53,6 +53,8 @@ if TYPE_CHECKING:
         Session,
         Staleness,
         TrainGroup,
+        figures,
+        log_figures,
     )
     from .producer.skyrl import SkyRLEngine
     from .producer.training.batch import RolloutBatch
@@ -105,7 +107,9 @@ __all__ = [
     "WeightPublisher",
     "WrongLoop",
     "WrongProcess",
+    "figures",
     "job_fields",
+    "log_figures",
     "new_id",
     "strip_wrappers",
     "unfuse_experts",

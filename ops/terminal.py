@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..messages.progress import Bar
 
 LOG_EVERY_S = 10.0
 
@@ -23,10 +27,14 @@ def when(seconds: float | None) -> str:
 
 
 class ProgressLine:
-    """A progress line on stderr, so that stdout holds the result alone."""
+    """Progress on stderr, so that stdout holds the result alone: a bar on a terminal, else a line now and then."""
 
     def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
+        self._bar: Bar | None = None
+        if sys.stderr.isatty():
+            from ..messages.progress import Bar  # noqa: PLC0415 – most commands draw none
+
+            self._bar = Bar(True, "")
         self._at = float("-inf")
         self._last = ""
 
@@ -34,8 +42,8 @@ class ProgressLine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._terminal and self._last:
-            sys.stderr.write("\n")
+        if self._bar is not None:
+            self._bar.close()
 
     def report(self, seen: dict[str, Any]) -> None:
         """Show the `progress` in an operation's report."""
@@ -43,13 +51,25 @@ class ProgressLine:
         if progress:
             self.show(progress.get("done", 0), progress.get("total"), progress.get("message", ""))
 
+    def counting(self, total: int, message: str) -> Callable[[int], None]:
+        """A function that is told of so many more that are done of `total`."""
+        done = 0
+
+        def more(count: int) -> None:
+            nonlocal done
+            done += count
+            self.show(done, total, message)
+
+        return more
+
     def show(self, done: int, total: int | None, message: str) -> None:
+        if self._bar is not None:
+            self._bar.show(done, total, printable(message)[:200])
+            return
         text = printable(f"{done:,} of {total:,}  {message}" if total is not None else f"{done:,}  {message}")[:200]
         if text == self._last:
             return
-        if self._terminal:
-            sys.stderr.write(f"\r\x1b[K{text}")
-        elif time.monotonic() - self._at >= LOG_EVERY_S:
+        if time.monotonic() - self._at >= LOG_EVERY_S:
             sys.stderr.write(text + "\n")
             self._at = time.monotonic()
         self._last = text

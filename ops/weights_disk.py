@@ -26,11 +26,12 @@ def snapshots(folder: Path, *, verify: bool) -> list[dict[str, Any]]:
     versions = store_in(folder)
     pinned, numbers, found = versions.pinned(), versions.versions(), []
     with ProgressLine() as line:
-        for done, number in enumerate(numbers):
-            if verify:
-                line.show(done, len(numbers), f"version {number}")
+        for done, number in enumerate(numbers, 1):
             one = _look(versions, number, number in pinned, verify)
             found += [one] if one else []
+            if verify:
+                broken = sum(bool(it["problem"]) for it in found)
+                line.show(done, len(numbers), f"version {number}" + (f", {broken} broken" if broken else ""))
     return found
 
 

@@ -11,6 +11,7 @@ from .calls import Delta, Prompt, Session, similarity
 from .client import RolloutClient
 from .control import Answer, Answers, CommandFailed, PoolAudit, PoolControl
 from .episodes import Environment, Episode, EpisodeLimits, RecordedSession
+from .figures import figures, log_figures
 from .inbox import Group, Handle, JobHandle, Outcome
 from .training import GroupRules, RolloutFeed, Staleness, TrainGroup, rewards_differ
 
@@ -41,6 +42,8 @@ __all__ = [
     "Session",
     "Staleness",
     "TrainGroup",
+    "figures",
+    "log_figures",
     "rewards_differ",
     "similarity",
 ]

@@ -100,9 +100,12 @@ class BlockingRolloutClient(BlockingContext[RolloutClient]):
         """See RolloutClient.submit."""
         return self._handle(self._thread.run(self._it.submit(job, timeout=timeout, **fields)))
 
-    def submit_many(self, jobs: Iterable[GenerateJob], *, timeout: float | None = 0.0) -> list[BlockingJobHandle]:
+    def submit_many(
+        self, jobs: Iterable[GenerateJob], *, timeout: float | None = 0.0, progress: bool | str = False
+    ) -> list[BlockingJobHandle]:
         """See RolloutClient.submit_many."""
-        return [self._handle(job) for job in self._thread.run(self._it.submit_many(jobs, timeout=timeout))]
+        work = self._it.submit_many(jobs, timeout=timeout, progress=progress)
+        return [self._handle(job) for job in self._thread.run(work)]
 
     def _handle(self, job: Handle) -> BlockingJobHandle:
         return BlockingJobHandle(*(getattr(job, one.name) for one in fields(Handle)), _client=self)

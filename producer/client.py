@@ -149,16 +149,17 @@ class RolloutClient:
         whole = job if job is not None else GenerateJob.build(**fields)
         return (await self.submit_many([whole], timeout=timeout))[0]
 
-    async def submit_many(self, jobs: Iterable[GenerateJob], *, timeout: float | None = 0.0) -> list[JobHandle]:
-        """Submit jobs in order.
+    async def submit_many(
+        self, jobs: Iterable[GenerateJob], *, timeout: float | None = 0.0, progress: bool | str = False
+    ) -> list[JobHandle]:
+        """Submit jobs in order. progress: as for `map`; jobs then go in by the thousand.
 
-        timeout: seconds to wait for room in a full pool; 0 raises PoolBusy at once, None waits for ever.
-        If it is this client's own results that fill the pool, another task has to take some meanwhile.
-        If PoolBusy is raised, its `accepted` first ones are in and will be answered. FeatureUnavailable says that no
-        worker of the pool can do what one of them asks for; nothing was sent then.
-        A job whose outcome waits here to be taken (an earlier client of this id submitted it) is not sent again.
+        timeout: seconds to wait for room in a full pool; 0 raises PoolBusy at once, None waits for ever. If it is this
+        client's own results that fill the pool, another task has to take some meanwhile. If PoolBusy is raised, its
+        `accepted` first ones are in. FeatureUnavailable says that no worker of the pool can do what one of them asks
+        for; nothing was sent then. A job whose outcome waits here to be taken (of an earlier client) is not sent again.
         """
-        return await self._core.submit_many(jobs, timeout)
+        return await self._core.submit_many(jobs, timeout, progress)
 
     async def check(self, jobs: Iterable[GenerateJob]) -> None:
         """Raises FeatureUnavailable for the first job that no worker of the pool can run. `submit` does it, too."""
@@ -202,15 +203,14 @@ class RolloutClient:
         Coming back for the next outcome acknowledges the one before. After `break` or an error the last one is
         acknowledged when the same task or thread begins its next loop: `results`, `groups` or `map`. Until then, and if
         the client closes before, a client that starts again under the same id gets it once more. Use `wait` for single
-        jobs.
-        What a session, a stream or `generate` has under way is theirs: it is neither given nor waited for here. A wait
-        for the next outcome that is cancelled or times out has taken nothing, and the loop can go on.
+        jobs. What a session, a stream or `generate` has under way is theirs: it is neither given nor waited for here. A
+        wait for the next outcome that is cancelled or times out has taken nothing, and the loop can go on.
         """
         return Results(self._core, timeout)
 
-    def groups(self, timeout: float | None = None) -> AsyncIterator[Group]:
-        """Groups as they become complete, until nothing is outstanding. In all else like `results`."""
-        return Groups(self._core, timeout)
+    def groups(self, timeout: float | None = None, *, progress: bool | str = False) -> AsyncIterator[Group]:
+        """Groups as they become complete, until nothing is outstanding. progress: as for `map`. Else like `results`."""
+        return Groups(self._core, timeout, progress)
 
     async def wait(self, job: Handle, timeout: float | None = None) -> list[RolloutResult]:
         """All results of one job, by sample number; the same as `await job.result(timeout)`.
@@ -225,14 +225,16 @@ class RolloutClient:
         return await self._core.ending(job, timeout)
 
     def map(
-        self, jobs: Iterable[GenerateJob], *, window: int = 1024, timeout: float | None = None
-    ) -> AsyncIterator[Outcome]:
+        self, jobs: Iterable[GenerateJob], *, window: int = 1024, timeout: float | None = None,
+        progress: bool | str = False,
+    ) -> AsyncIterator[Outcome]:  # fmt: skip
         """Submit `jobs` as results are taken, at most `window` of them outstanding; yields outcomes as they arrive.
 
         Waits while the pool is busy. Jobs may be a generator of any length: memory is bounded by the window.
+        progress: True, or a name, shows a bar on a terminal's stderr and in notebooks; ConfigError without rich.
         In all else like `results`. Raises InvalidField, and WaitTimeout if no outcome comes for `timeout` s.
         """
-        return Mapped(self._core, jobs, window, timeout)
+        return Mapped(self._core, jobs, window, timeout, progress)
 
     # --- batches, streams, sessions --------------------------------------------------------------------------------
 

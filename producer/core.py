@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from redis.exceptions import RedisError
 
 from ..messages import tracing
 from ..messages.arguments import each_is
-from ..messages.broker import Broker, Caps, Frames, Reply, broker_of
+from ..messages.broker import Caps, Frames, Reply, broker_of
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
 from ..messages.ids import check_client_id
 from ..messages.journal import Journal
 from ..messages.model import GenerateJob, RolloutResult
+from ..messages.progress import Bar
 from ..messages.redis import connect, default_url, ping
-from .diagnosis import FIRST_S, Waits
+from .diagnosis import Waits
 from .inbox import (
     GAVE_UP,
     OPEN_STATES,
@@ -41,10 +42,9 @@ from .inbox import (
     own_context,
     under_way,
 )
+from .sending import Sent, counted, enqueued, enqueued_together, send_all
 
 log = logging.getLogger(__name__)
-FULL = {"jobs": "pool-full", "bytes": "pool-full", "unread": "client-full", "memory": "redis-memory"}
-"""What a PoolBusy.reason is as a cause."""
 BLOCKING_READS = 2
 """Of results, and of news of what is streamed."""
 
@@ -146,7 +146,9 @@ class ClientCore:
         """Submit one job; raises PoolBusy at once if the pool is full."""
         return (await self.submit_many([job], 0.0))[0]
 
-    async def submit_many(self, jobs: Iterable[GenerateJob], timeout: float | None) -> list[JobHandle]:
+    async def submit_many(
+        self, jobs: Iterable[GenerateJob], timeout: float | None, progress: bool | str = False
+    ) -> list[JobHandle]:
         """See RolloutClient.submit_many."""
         given = jobs_given(jobs)
         mine = [job if job.reply_to else job.model_copy(update={"reply_to": self.client_id}) for job in given]
@@ -163,7 +165,8 @@ class ClientCore:
                 f"max_outstanding={self.max_outstanding}: take some results first"
             )
         try:
-            states = await send_all(self._send, mine, timeout)
+            with Bar(progress, "submitted", len(mine)) if progress else nullcontext() as bar:
+                states = await send_all(counted(self._send, bar) if bar else self._send, mine, timeout)
         except PoolBusy as busy:
             await self._settle(mine, busy.states)
             raise
@@ -329,70 +332,3 @@ def nothing_left(job: Handle) -> RolloutMQError:
     if job.state not in OPEN_STATES:
         return JobFailed(as_failure(job.job_id, job.state))
     return RolloutMQError(f"nothing is outstanding of job {job.job_id}: what came of it was taken before")
-
-
-J = TypeVar("J")
-
-
-Sent = tuple[list[str], PoolBusy | None]
-"""The state of each job, "" for one that was not accepted; and the error of a full pool."""
-
-
-async def enqueued(broker: Broker, jobs: Sequence[Any], frames: Frames | None = None) -> Sent:
-    """What `Broker.enqueue` answers, or raises."""
-    try:
-        return await broker.enqueue(jobs, frames=frames), None
-    except PoolBusy as busy:
-        return [*busy.states, *("q" if place in busy.beyond else "" for place in range(busy.accepted, len(jobs)))], busy
-
-
-async def enqueued_together(broker: Broker, asked: Sequence[Sequence[Any]]) -> list[Sent | Exception]:
-    """`enqueued` of several calls, each with jobs of its own, as if each had come alone."""
-    found: list[Sent | Exception] = []
-    while left := asked[len(found) :]:
-        try:
-            states, busy = await enqueued(broker, [job for jobs in left for job in jobs])
-        except InvalidField as refused:  # a job of one of them: what is in already stays there when it comes again
-            alone = [await enqueued_together(broker, [jobs]) for jobs in left] if len(left) > 1 else [[refused]]
-            return found + [one for only in alone for one in only]
-        for jobs in left:
-            mine, states = states[: len(jobs)], states[len(jobs) :]
-            found.append((mine, None if all(mine) else busy))
-            if not all(mine):
-                break  # behind it may be smaller ones, for which there is room
-    return found
-
-
-async def send_all(
-    send: Callable[[Sequence[J]], Awaitable[Sent]], jobs: Sequence[J], timeout: float | None
-) -> list[str]:
-    """`send` jobs, and those that a full pool did not accept again, until all are in; returns the state of each.
-
-    timeout: seconds; None waits for ever. Raises PoolBusy after it, counted over `jobs`.
-    """
-    with tracing.submission(jobs) as sent:
-        return await _send_all(send, sent, timeout)
-
-
-async def _send_all(
-    send: Callable[[Sequence[J]], Awaitable[Sent]], jobs: Sequence[J], timeout: float | None
-) -> list[str]:
-    began, said = time.monotonic(), False
-    deadline = None if timeout is None else began + timeout
-    left, pause = list(range(len(jobs))), 0.02  # places of the jobs that are not in
-    states: dict[int, str] = {}
-    while True:
-        answers, busy = await send([jobs[place] for place in left])
-        # What is in is not sent again: once it has been taken, the pool may forget it, and would run it again.
-        states.update((place, state) for place, state in zip(left, answers, strict=True) if state)
-        if busy is None:
-            return [states[place] for place in range(len(jobs))]
-        left = [place for place in left if place not in states]
-        if deadline is not None and time.monotonic() + pause >= deadline:
-            first = [states[place] for place in range(left[0])]
-            raise PoolBusy(str(busy), first, busy.reason, frozenset(place for place in states if place > left[0]))
-        if not said and time.monotonic() - began >= FIRST_S:
-            said = True
-            log.warning("%d jobs wait for room: %s: %s", len(left), FULL[busy.reason], busy)
-        await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # submitters that wait do not come back in step
-        pause = min(0.5, pause * 2)

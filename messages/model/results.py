@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, StrictInt, model_validator
 
+from ..shown import cut, short_id, shown, told_versions
 from .base import Arrays, Float, Floats, Items, Message, Metadata, Record, TokenIds
 from .tools import ToolCall
 
@@ -177,6 +178,15 @@ class RolloutResult(_Tokens):
         """The oldest version among the tokens, None for an empty sample."""
         return self.segments[0].version if self.segments else None
 
+    def __repr__(self) -> str:
+        """One line; `model_dump` has everything."""
+        place = f"{short_id(self.job_id)} sample {self.sample} of {self.n}: {self.token_ids.size:,} tokens"
+        adapter = "" if self.adapter is None else f"adapter {short_id(self.adapter)}@{self.adapter_version}"
+        text = "" if self.text is None else cut(self.text)
+        return shown(self, place, told_versions(self.versions), adapter, self.finish_reason, text)
+
+    __str__ = __repr__
+
     def learn(self, prompt_ids: TokenIds | None, metadata: Metadata) -> None:
         """Take the prompt from the client that has it. It does not count as set, so it is not sent again."""
         if self.prompt_ids is None:
@@ -207,6 +217,11 @@ class JobFailure(Message):
     error: str = ""
     prompt_ids: TokenIds | None = Field(default=None, exclude=True, repr=False)
     metadata: Metadata = Field(default_factory=dict, exclude=True, repr=False)
+
+    def __repr__(self) -> str:
+        told = f"{short_id(self.job_id)} {self.outcome}: {cut(self.cause)}"
+        error = f"error {cut(self.error)}" if self.error else ""
+        return shown(self, told, error, f"{self.attempts} attempts", f"{self.published} samples published")
 
     def __str__(self) -> str:
         text = f"job {self.job_id} {self.outcome}: {self.cause}"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, StrictInt, model_validator
 
+from ..shown import short_id, shown
 from .base import (
     MAX_METADATA_ITEMS,
     Float,
@@ -102,6 +103,14 @@ class TaskResult(Message):
     fingerprint: dict[str, str] = Field(default_factory=dict, max_length=32)
     metadata: Metadata = Field(default_factory=dict)
     trace_id: str | None = None
+
+    def __repr__(self) -> str:
+        """One line: of arrays their shapes."""
+        place = f"{short_id(self.job_id)} input {self.sample} of {self.n}: {self.tokens:,} tokens"
+        arrays = [f"{name} {value.shape}" for name, value in self if isinstance(value, np.ndarray)]
+        return shown(self, place, *arrays, f"version {self.version}")
+
+    __str__ = __repr__
 
 
 Texts = Annotated[Items[Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]], Field(min_length=1)]

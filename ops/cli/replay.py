@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
@@ -48,7 +48,7 @@ from ..replay.checks import (
 )
 from ..replay.checks import bisect as bisected
 from ..replay.checks import score as scored
-from ..terminal import printable
+from ..terminal import ProgressLine, printable
 from .journal import complain, window
 from .options import derived, given, say
 from .replay_options import TAKES, Asked
@@ -181,7 +181,7 @@ def _in_pool(redis: str, pool: str, samples: Sequence[Recorded], settings: Setti
     from ..replay.pool import replay_on_pool
 
     reach(redis, pool)
-    return replay_on_pool(samples, redis, pool, settings.logprob_limit)
+    return replay_on_pool(samples, redis, pool, settings.logprob_limit, settings.moved)
 
 
 def _judged(asked: Asked, judge: Callable[[Sequence[Recorded], Settings], list[Verdict]]) -> int:
@@ -191,7 +191,9 @@ def _judged(asked: Asked, judge: Callable[[Sequence[Recorded], Settings], list[V
     text_of = _texts(asked) if asked.json or asked.html is not None else None
     settings = asked.settings
     samples, unread = _chosen(asked)
-    verdicts = judge(samples, settings) if samples else []
+    with ProgressLine() as line:
+        moved = line.counting(sum(len(one.result.token_ids) for one in samples), "tokens")
+        verdicts = judge(samples, replace(settings, moved=moved)) if samples else []
     _say_each(verdicts, asked.json)
     if asked.mode == "score":
         from ..journal import plain

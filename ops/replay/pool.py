@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -95,16 +95,22 @@ async def replayed(
             yield unverified(one, "somebody else took its replay from the pool")
 
 
-def replay_on_pool(samples: Iterable[Recorded], redis_url: str, pool: str, limit: float) -> list[Verdict]:
-    """A verdict on each sample, in their order, from a replay of its own. Blocks until all are there."""
+def replay_on_pool(
+    samples: Iterable[Recorded], redis_url: str, pool: str, limit: float, moved: Callable[[int], None]
+) -> list[Verdict]:
+    """A verdict on each sample, in their order, from a replay of its own. Blocks until all are there. moved: called
+    with the number of tokens of each."""
 
     async def run() -> dict[str, Verdict]:
         replay_id = new_id()
         async with RolloutClient(redis_url, pool, client_id=client_of(replay_id)) as client:
             if not await client.workers():
                 log.warning("no worker serves pool %r yet; waiting for one", pool)
-            verdicts = replayed(client, given, replay_id, limit=limit)
-            return {verdict.recorded.name: verdict async for verdict in verdicts}
+            found = {}
+            async for verdict in replayed(client, given, replay_id, limit=limit):
+                found[verdict.recorded.name] = verdict
+                moved(len(verdict.recorded.result.token_ids))
+            return found
 
     given = list(samples)
     found = asyncio.run(run())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ class Settings:
     logprob_limit: the largest difference of log-probabilities that counts as none, of tokens that are generated again.
     score_limit: of a token's score, where engine and forward pass both compute in float32. mean_limit: of the mean of
     scores, of a sample or of a group of tokens, where one of them does not: single tokens may then be far off.
-    dtype, device: of the forward pass that scores.
+    dtype, device: of the forward pass that scores. moved: called with how many more tokens were generated or scored.
     Raises InvalidField for a folder that is not there.
     """
 
@@ -38,6 +38,7 @@ class Settings:
     mean_limit: float = 0.05
     dtype: str = "float32"
     device: str = "cpu"
+    moved: Callable[[int], None] = field(default=lambda tokens: None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("snapshots", "weights", "adapters"):

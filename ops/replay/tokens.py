@@ -105,7 +105,7 @@ async def regenerate(
                 part.problem = str(error)
             continue
         await _load_adapters(engine, settings, due)
-        await asyncio.gather(*(_generate(engine, places, part) for part in due if not part.problem))
+        await asyncio.gather(*(_generate(engine, places, part, settings) for part in due if not part.problem))
     fingerprint = engine.info.fingerprint()
     return [_verdict(*each, settings.logprob_limit, fingerprint) for each in zip(samples, parts, strict=True)]
 
@@ -147,7 +147,7 @@ async def _load_adapters(engine: Engine, settings: Settings, parts: Sequence[Par
                     part.problem = str(error)
 
 
-async def _generate(engine: Engine, places: asyncio.Semaphore, part: Part) -> None:
+async def _generate(engine: Engine, places: asyncio.Semaphore, part: Part, settings: Settings) -> None:
     """Ask for a part's tokens, and note what came."""
     job = part.run.job
     if job.media and part.start:
@@ -172,6 +172,7 @@ async def _generate(engine: Engine, places: asyncio.Semaphore, part: Part) -> No
     elif part.switched and engine.info.device != "cpu":
         part.doubt = "weights were switched in place under it, and a GPU prefills in another way than it decodes"
     part.output = output
+    settings.moved(part.end - part.start)
 
 
 def _verdict(recorded: Recorded, parts: Sequence[Part], limit: float, fingerprint: Mapping[str, str]) -> Verdict:

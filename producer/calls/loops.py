@@ -7,12 +7,13 @@ is cancelled, or times out, has taken nothing, and the loop can go on.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from typing import Generic, Self, TypeVar, cast
 
 from ...messages.broker import Reply
 from ...messages.errors import InvalidField, PoolBusy, RolloutMQError, WaitTimeout
 from ...messages.model import GenerateJob
+from ...messages.progress import Bar
 from ..core import ClientCore
 from ..inbox import Group, HandOut, Outcome, as_group, calling_code
 from .batch import RETRY_S
@@ -23,13 +24,18 @@ T = TypeVar("T")
 class Loop(AsyncIterator[T], Generic[T]):
     """An iterator of one client, for one task at a time. timeout: seconds to wait for an item; None waits for ever.
 
+    progress: a bar that moves with what is handed out, and ends with the loop; see RolloutClient.map.
     asked: a caller in another thread has come back for the next item. It says so itself, because Ctrl-C may end its
     call before anything of that runs here.
     """
 
-    def __init__(self, core: ClientCore, timeout: float | None) -> None:
+    counts = "samples"
+    """What a bar says that it counts."""
+
+    def __init__(self, core: ClientCore, timeout: float | None, progress: bool | str = False) -> None:
         self._core, self._inbox, self._timeout = core, core.inbox, timeout
         self._last: HandOut | None = None
+        self._bar = (Bar(progress, self.counts) or None) if progress else None
         self.asked = False
         self._code = calling_code()  # not in __anext__, which `asyncio.wait_for` may run in a task of its own
         self._begun = self._over = self._waiting = False
@@ -51,19 +57,26 @@ class Loop(AsyncIterator[T], Generic[T]):
         self._waiting = True
         try:
             await self._wait()
+        except BaseException:
+            self._end_bar()
+            raise
         finally:
             self._waiting = False
         found = self._take()
         if found is None:
             self._over = True
+            self._end_bar()
             raise StopAsyncIteration
         item, replies = found
         self._last, self.asked = self._core.hand_out(replies), False
+        if self._bar is not None:
+            self._count(item, self._bar)
         return item
 
     async def aclose(self) -> None:
         """End the loop. Its last item is acknowledged when its code begins another loop, or now if that was `asked`."""
         self._over = True
+        self._end_bar()
         last, self._last = self._last, None
         if last is not None and self.asked:
             last.acknowledge()
@@ -73,6 +86,13 @@ class Loop(AsyncIterator[T], Generic[T]):
     def __del__(self) -> None:  # a loop that is left by `break` or an error is collected, and not closed
         if self._last is not None:
             self._core.left_loops.put(self._code, self._last)
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _count(self, item: T, bar: Bar) -> None:
+        """An item is handed out."""
 
     @abstractmethod
     async def _wait(self) -> None:
@@ -97,6 +117,8 @@ class Results(Loop[Outcome]):
 class Groups(Loop[Group]):
     """See RolloutClient.groups."""
 
+    counts = "groups"
+
     async def _wait(self) -> None:
         await self._core.until(lambda: self._inbox.full_group() is not None or not self._inbox.free, self._timeout)
 
@@ -106,17 +128,31 @@ class Groups(Loop[Group]):
         replies = self._inbox.take_group(group_id)
         return as_group(group_id, replies), replies
 
+    def _count(self, item: Group, bar: Bar) -> None:
+        bar.total = bar.done + 1 + self._inbox.groups
+        bar.add(failed=not item.ok)
+
 
 class Mapped(Results):
     """See RolloutClient.map."""
 
-    def __init__(self, core: ClientCore, jobs: Iterable[GenerateJob], window: int, timeout: float | None) -> None:
-        super().__init__(core, timeout)
+    def __init__(
+        self,
+        core: ClientCore,
+        jobs: Iterable[GenerateJob],
+        window: int,
+        timeout: float | None,
+        progress: bool | str = False,
+    ) -> None:
+        super().__init__(core, timeout, progress)
         if window < 1:
             raise InvalidField("window", window, "at least 1")
         self._source, self._window = iter(jobs), window
         self._batch: list[GenerateJob] = []  # not accepted yet
         self._exhausted = False
+        self._left: dict[str, int] = {}  # of each job the samples that have not come; for a bar alone
+        if self._bar is not None and isinstance(jobs, Collection):
+            self._bar.total = sum(getattr(job, "n", 1) for job in jobs)
         self._round = 0  # outcomes to take before the next submission, so that it is a batch and not one job at a time
 
     async def _wait(self) -> None:
@@ -143,6 +179,8 @@ class Mapped(Results):
             self._exhausted = job is None
             if job is not None:
                 self._batch.append(job)
+                if self._bar is not None and isinstance(job, GenerateJob):
+                    self._left[job.id] = job.n
         if not self._batch:
             return False
         try:
@@ -154,3 +192,10 @@ class Mapped(Results):
             return True
         self._batch = []
         return False
+
+    def _count(self, item: Outcome, bar: Bar) -> None:
+        """A job that failed has all of its samples behind it."""
+        left = self._left.pop(item.job_id, 1)
+        if item.ok and left > 1:
+            self._left[item.job_id] = left - 1
+        bar.add(1 if item.ok else left, failed=0 if item.ok else left)

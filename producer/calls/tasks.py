@@ -24,7 +24,8 @@ from ...messages.model import (
     TaskJob,
     TaskResult,
 )
-from ..core import ClientCore, enqueued, send_all
+from ..core import ClientCore
+from ..sending import enqueued, send_all
 
 R = TypeVar("R", bound=TaskResult)
 INPUTS_PER_JOB = 64

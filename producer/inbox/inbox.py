@@ -64,6 +64,11 @@ class Inbox:
         return len(self._jobs) - self._reserved
 
     @property
+    def groups(self) -> int:
+        """Groups of which not all is delivered."""
+        return len(self._groups)
+
+    @property
     def known(self) -> list[str]:
         """Ids of the jobs that are not fully delivered yet."""
         return list(self._jobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from ...messages.arguments import checks_arguments
 from ...messages.broker import Reply
 from ...messages.errors import RolloutMQError
 from ...messages.model import JobFailure, Metadata, RolloutResult, TokenIds
+from ...messages.shown import short_id, shown, told_versions
 
 Outcome = RolloutResult | JobFailure
 OPEN_STATES = frozenset({"new", "q", "r"})
@@ -81,6 +83,20 @@ class Group:
         """The items of metadata that all of the group's outcomes share."""
         first, *others = [outcome.metadata.items() for outcome in self._outcomes] or [{}.items()]
         return {name: value for name, value in first if all((name, value) in it for it in others)}
+
+    def __repr__(self) -> str:
+        tokens = sum(result.token_ids.size for result in self.results)
+        ends = Counter(result.finish_reason for result in self.results)
+        told = f"{short_id(self.group_id)}: {len(self.results)} results"
+        told += f" ({', '.join(f'{count} {end}' for end, count in ends.items())})" if ends else ""
+        failed = Counter(failure.outcome for failure in self.failures)
+        versions = told_versions([version for result in self.results for version in result.versions])
+        bad = [f"{count} {outcome}" for outcome, count in failed.items()]
+        return shown(self, told, *bad, f"{tokens:,} tokens", versions, *self._told())
+
+    def _told(self) -> list[str]:
+        """What a kind of group has beside that."""
+        return []
 
     @property
     def _outcomes(self) -> tuple[Outcome, ...]:

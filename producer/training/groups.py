@@ -128,7 +128,7 @@ class GroupRules:
         return max(1, int(most * (1 - self.over_sample_rate) + 1e-9))  # 10 * (1 - 0.9) is a little below 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TrainGroup(Group):
     """What a trainer gets of one prompt. It goes back to the feed by `train` or `drop`.
 
@@ -144,6 +144,11 @@ class TrainGroup(Group):
     n: int = 1
     rewards: list[float] = field(default_factory=list)
     staleness: tuple[int, ...] = ()
+
+    def _told(self) -> list[str]:
+        mean = sum(self.rewards) / len(self.rewards) if self.rewards else None
+        stale = f"staleness up to {max(self.staleness)}" if self.staleness else ""
+        return [f"prompt {self.number}", "" if mean is None else f"mean reward {mean:.3g}", stale]
 
     def known(self) -> dict[int, Measured]:
         """What the books note of the samples. Raises InvalidField for rewards that are not one for each result."""

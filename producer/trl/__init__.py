@@ -19,9 +19,10 @@ if found.split(".")[:2] != TRL.split("."):
     raise ImportError(f"rolloutmq.producer.trl needs TRL {TRL}, and {found} is installed: pip install 'rolloutmq[trl]'")
 
 from .cpu import prepare_cpu  # noqa: E402 – they import TRL
+from .figures import PoolFigures  # noqa: E402
 from .rollouts import PoolRollouts  # noqa: E402
 from .samples import PoolSample  # noqa: E402
 from .weights import PoolWeightTransfer  # noqa: E402
 from .worker import PoolRolloutWorker  # noqa: E402
 
-__all__ = ["PoolRolloutWorker", "PoolRollouts", "PoolSample", "PoolWeightTransfer", "prepare_cpu"]
+__all__ = ["PoolFigures", "PoolRolloutWorker", "PoolRollouts", "PoolSample", "PoolWeightTransfer", "prepare_cpu"]

@@ -68,6 +68,16 @@ class PoolRollouts:
         if self._trainer is not None:
             self._trainer._last_loaded_step = None
 
+    # --- what PoolFigures asks --------------------------------------------------------------------------------------
+
+    def report(self) -> None:
+        """None: there are no books, because every sample is trained on at once."""
+
+    def log(self, told: dict[str, float]) -> None:
+        """Have TRL log these figures with its own, the next time that it logs."""
+        for name, value in told.items() if self._trainer is not None else ():
+            self._trainer._metrics["train"][name].append(value)
+
     # --- what TRL asks of its vLLM generation -----------------------------------------------------------------------
 
     def sync_weights(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Unpack
 
@@ -10,7 +12,7 @@ import torch
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 
 from ...messages.errors import InvalidField, WeightSyncError
-from ...sync.publish import PublishHandle, WeightPublisher
+from ...sync.publish import PublishHandle, PublishReport, WeightPublisher
 from ...sync.transfer import SyncOptions
 
 log = logging.getLogger(__name__)
@@ -60,12 +62,23 @@ class PoolWeightTransfer:
         self._settings = settings
         self._publisher: WeightPublisher | None = None
         self._last: PublishHandle | None = None
+        self._sent: deque[PublishHandle] = deque(maxlen=8)
         self._failed = 0
 
     @property
     def under_way(self) -> bool:
         """Whether the newest version is still on its way to the workers."""
         return self._last is not None and not self._last.done()
+
+    @property
+    def report(self) -> PublishReport | None:
+        """Of the newest version of which it is known whether workers took it; None before. It waits for nothing."""
+        for handle in reversed(self._sent):
+            if handle.done():
+                with contextlib.suppress(WeightSyncError):
+                    if (report := handle.wait(0)).state != "superseded":
+                        return report
+        return None
 
     # --- TRL's protocol --------------------------------------------------------------------------------------------
 
@@ -98,6 +111,7 @@ class PoolWeightTransfer:
                 pass
             version, handle = self._send_adapter(publisher, self.adapter)
         self.version, self._last = version, handle
+        self._sent.append(handle)
         if not self.first_version:
             self.first_version = version
             handle.committed(COMMIT_S)

@@ -100,7 +100,7 @@ class PoolRolloutWorker(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.rollout_buffer = SampleQueue(self._take)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(METRICS)
         self.staleness, self.client_id = staleness, client_id
-        self._weights, self._args = weights, args
+        self.weights, self._args = weights, args
         self._run = secrets.token_hex(8)
         self._asked = SimpleNamespace(
             model=model, dataset=train_dataset, rewards=_as_list(reward_funcs), processing_class=processing_class,
@@ -145,9 +145,9 @@ class PoolRolloutWorker(TrainerCallback, ExportableState):  # type: ignore[misc]
         """TRL's number of the version that was sent last. The first one is the weights that training begins with."""
         self._trl.value = int(model_version)
         with self._lock:
-            (self.books.advance if self._told else self.books.renumber)(self._weights.version)
+            (self.books.advance if self._told else self.books.renumber)(self.weights.version)
         self._told = True
-        self._begin = self._begin or self._weights.first_version
+        self._begin = self._begin or self.weights.first_version
         if self._loop is not None:
             self._loop.look_again()
 
@@ -160,6 +160,17 @@ class PoolRolloutWorker(TrainerCallback, ExportableState):  # type: ignore[misc]
         if (age := time.time() - self._alive.value) > stale_after_s:
             raise RolloutMQError(f"the rollout worker hangs: it has not come back to its loop for {age:.0f} s")
         return True
+
+    # --- what PoolFigures asks --------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """What the books say now, see `Books.report`."""
+        with self._lock:
+            return self.books.report()
+
+    def log(self, told: dict[str, float]) -> None:
+        """Have TRL log these figures with its own, the next time that it logs."""
+        self.metrics_queue.put(told)
 
     # --- what transformers calls -----------------------------------------------------------------------------------
 
@@ -181,7 +192,7 @@ class PoolRolloutWorker(TrainerCallback, ExportableState):  # type: ignore[misc]
             log.warning("the checkpoint has no books: prompts begin again with the first one")
         self._told = False
         self._forget()
-        self._weights.model, self._weights.above = kwargs.get("model"), self.books.version
+        self.weights.model, self.weights.above = kwargs.get("model"), self.books.version
         collator = getattr(kwargs.get("train_dataloader"), "collate_fn", None)
         if hasattr(collator, "torch_call"):
             self._watch(collator)
@@ -229,9 +240,9 @@ class PoolRolloutWorker(TrainerCallback, ExportableState):  # type: ignore[misc]
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         inflight = args.max_inflight_tasks if args.max_inflight_tasks > 0 else max(args.max_staleness, 1) * per_step
         self.rollout_buffer.bound = args.queue_maxsize
-        fields = sampling_of(args, eos) | {"lora": self._weights.adapter}
+        fields = sampling_of(args, eos) | {"lora": self.weights.adapter}
         core = ClientCore(
-            self._weights.redis_url, self._weights.pool, client_id=self.client_id, max_outstanding=1 << 18, caps=None,
+            self.weights.redis_url, self.weights.pool, client_id=self.client_id, max_outstanding=1 << 18, caps=None,
             before_ack=None,
         )  # fmt: skip
         mine: dict[str, Any] = {
@@ -242,7 +253,7 @@ class PoolRolloutWorker(TrainerCallback, ExportableState):  # type: ignore[misc]
             "slack": self._ahead or getattr(self.staleness, "batch_size", 0),
             "bounds": self._bounds,
             "trl_version": self._trl_version,
-            "under_way": lambda: self._weights.under_way,
+            "under_way": lambda: self.weights.under_way,
             "resumed": self._resumed,
             "keep": self.client_id is not None,
         }
@@ -272,7 +283,7 @@ class PoolRolloutWorker(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def _bounds(self) -> dict[str, Any]:
         """What every job of the run asks of its worker: the weights that the run began with, or newer ones."""
-        return {"min_version" if self._weights.adapter is None else "min_adapter_version": self._begin}
+        return {"min_version" if self.weights.adapter is None else "min_adapter_version": self._begin}
 
     def _trl_version(self, oldest: int | None) -> int:
         """TRL's number for the version of a sample's oldest token: as many updates ago as the books say."""

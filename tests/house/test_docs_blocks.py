@@ -20,11 +20,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import nbformat
 import pytest
 import typer
 from chaos import __main__ as chaos_run
 from chaos import scenario
 from chaos.context import Chaos
+from nbclient import NotebookClient
 from support.command_line import parse
 from support.engines.remote import RemoteEngine
 from support.pools.pool import worker
@@ -168,6 +170,22 @@ def test_the_programs_of_a_page_run_one_after_the_other(page: str, place: Path) 
             if callable(close := getattr(value, "close", None)) and not isinstance(value, type | ModuleType):
                 with contextlib.suppress(RolloutMQError):  # a session whose client is closed
                     close()
+
+
+@pytest.mark.sglang
+def test_the_notebook_runs(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a kernel of its own, from its first cell to its last; what is committed has no outputs."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    notebook = nbformat.read(ROOT / "examples" / "tutorial.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
+    NotebookClient(notebook, timeout=150, resources={"metadata": {"path": str(place)}}).execute()
+    shown = "\n".join(str(output) for cell in cells for output in cell.outputs)
+    assert len(re.findall(r"\d+ reward 0\.\d+ <Group \w+…\w+: 8 results", shown)) == 3
+    assert "state='committed'" in shown
+    assert "'rollout/workers/count': 1.0" in shown
+    assert "8 samples, at attempt 1" in shown
 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if block.title == GPU], ids=lambda block: block.page)

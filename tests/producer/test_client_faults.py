@@ -27,8 +27,8 @@ from rolloutmq import (
 from rolloutmq.messages import Broker, Caps, Finished
 from rolloutmq.messages.scripts import calls
 from rolloutmq.messages.scripts.source import script_source
-from rolloutmq.producer.core import Sent, enqueued
 from rolloutmq.producer.inbox import reader
+from rolloutmq.producer.sending import Sent, enqueued
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
@@ -48,7 +48,8 @@ async def test_a_submission_that_fails_after_its_results_arrived(
         await eventually(lambda: arrived(client) == 5)
         raise ConnectionError("gone")
 
-    monkeypatch.setattr("rolloutmq.producer.core.enqueued", half)
+    for module in ("core", "sending"):
+        monkeypatch.setattr(f"rolloutmq.producer.{module}.enqueued", half)
     with pytest.raises(ConnectionError):
         await client.submit_many([*pair, single, lost])
     assert client.outstanding == 3

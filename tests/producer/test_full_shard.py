@@ -14,7 +14,7 @@ from rolloutmq import GenerateJob, PoolBusy, RolloutClient, WaitTimeout
 from rolloutmq.messages import Caps
 from rolloutmq.messages.redis import shard_of
 from rolloutmq.producer.calls.batch import generate
-from rolloutmq.producer.core import enqueued, send_all
+from rolloutmq.producer.sending import enqueued, send_all
 
 pytestmark = pytest.mark.one_shard
 

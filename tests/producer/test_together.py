@@ -13,8 +13,8 @@ from support.specimens.messages import tokens
 
 from rolloutmq import GenerateJob, InvalidField, PoolBusy, RolloutClient
 from rolloutmq.messages import Caps
-from rolloutmq.producer.core import enqueued_together
 from rolloutmq.producer.inbox import Together
+from rolloutmq.producer.sending import enqueued_together
 
 
 class Asked:

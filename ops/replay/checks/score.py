@@ -81,7 +81,7 @@ def score(samples: Iterable[Recorded], settings: Settings) -> list[Verdict]:
         for adapter, pieces in by_adapter.items():
             try:
                 with forward.adapted(settings.adapter_path_of(*adapter)) if adapter else nullcontext():
-                    _score(forward, pieces, scored)
+                    _score(forward, pieces, scored, settings)
             except WeightSyncError as error:
                 _tell(scored, pieces, str(error))
         del forward
@@ -147,7 +147,7 @@ def _adapter_of(result: RolloutResult, token: int) -> _Adapter:
     return result.adapter, segments[0].version if segments else result.adapter_version or 0
 
 
-def _score(forward: Forward, pieces: list[_Piece], scored: list[_Scored]) -> None:
+def _score(forward: Forward, pieces: list[_Piece], scored: list[_Scored], settings: Settings) -> None:
     """Fill in the log-probabilities of pieces of one version."""
     from .forward import Ask  # noqa: PLC0415
 
@@ -166,6 +166,7 @@ def _score(forward: Forward, pieces: list[_Piece], scored: list[_Scored]) -> Non
         sample = scored[piece.sample]
         sample.logprobs[piece.start : piece.end] = logprobs
         sample.done[piece.start : piece.end] = True
+        settings.moved(piece.end - piece.start)
 
     for piece in alone:
         sample = scored[piece.sample]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,10 @@ async def verdict(recorded: Recorded, engine: Engine, weights: Settings) -> Verd
 async def test_every_span_is_generated_behind_the_recorded_tokens_with_its_own_weights(weights: Settings) -> None:
     engine, other = Engine(), sample((3, 4), job={"id": "b" * 32})
     one = sample((1, 5), (3, 6), legs=(2, 5))
-    found = await regenerate([one, other], engine, weights)  # type: ignore[arg-type]
+    moved: list[int] = []
+    found = await regenerate([one, other], engine, replace(weights, moved=moved.append))  # type: ignore[arg-type]
     assert [each.state for each in found] == ["same", "same"]
+    assert sum(moved) == sum(len(each.result.token_ids) for each in (one, other))
     assert engine.loaded == [1, 3], "every version is loaded once"
     asked = [(len(each.token_ids), each.generated, each.max_new_tokens, each.cache_key) for each in engine.requests]
     assert asked == [(3, 0, 2, "1"), (5, 2, 3, "1"), (8, 5, 6, "3"), (3, 0, 4, "3")]

@@ -112,9 +112,9 @@ async def test_a_full_pool_is_told_while_submit_waits(
     redis_db: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rolloutmq.messages import Caps, PoolBusy  # noqa: PLC0415
-    from rolloutmq.producer import core  # noqa: PLC0415
+    from rolloutmq.producer import sending  # noqa: PLC0415
 
-    monkeypatch.setattr(core, "FIRST_S", 0.1)
+    monkeypatch.setattr(sending, "FIRST_S", 0.1)
     async with RolloutClient(redis_db, caps=Caps(jobs=1)) as client:
         with caplog.at_level(logging.WARNING), pytest.raises(PoolBusy):
             await client.submit_many([tokens(), tokens()], timeout=0.5)

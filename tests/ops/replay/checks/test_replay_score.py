@@ -115,8 +115,10 @@ def test_every_token_is_computed_with_the_weights_and_the_cache_it_was_sampled_o
         sampled(models, 7, (0, 4), (1, 3), (2, 5), in_place=(4, 7)),
         sampled(models, 8, (0, 4), (1, 6), (2, 5), in_place=(4,), legs=(7, 10)),
     ]
-    verdicts = scored(samples, folders)
+    moved: list[int] = []
+    verdicts = scored(samples, folders, moved=moved.append)
     assert states(verdicts) == ["same"] * len(samples)
+    assert sum(moved) == sum(len(one.result.token_ids) for one in samples), "a bar of it gets to its end"
     assert max(verdict.largest_gap for verdict in verdicts) < 1e-5
     assert [verdict.recorded for verdict in verdicts] == samples
     # However much goes through at once.
