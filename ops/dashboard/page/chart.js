@@ -41,7 +41,7 @@ const RIGHT = 8, TOP = 8, BOTTOM = 20;
 export class Chart {
   // names and colours: of the series. kind: line, band or bar. format: of values. over: what the x axis is.
   constructor(title, { names, colours, kind = "line", format, over = "time" }) {
-    Object.assign(this, { title, names, colours, kind, format, over, data: { x: [], lines: [] }, at: null, cursor: null });
+    Object.assign(this, { title, names, colours, kind, format, over, data: { x: [], lines: [] }, at: null, cursor: null, seen: false });
     this.scope = el("span", { class: "weak scope" });
     this.now = el("span", { class: "now" });
     this.canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": title });
@@ -55,6 +55,8 @@ export class Chart {
     for (const name of ["pointerleave", "blur"]) this.canvas.addEventListener(name, () => this.point(null));
     this.canvas.addEventListener("keydown", (event) => this.onKey(event));
     new ResizeObserver(() => this.draw()).observe(this.canvas);
+    // What is out of sight is not drawn: nobody waits for it.
+    new IntersectionObserver((seen) => { this.seen = seen.at(-1).isIntersecting; this.draw(); }, { rootMargin: "200px" }).observe(this.canvas);
     whenThemeChanges(() => this.draw());
   }
 
@@ -85,7 +87,7 @@ export class Chart {
 
   draw() {
     const width = this.canvas.clientWidth, height = this.canvas.clientHeight;
-    if (!width || !height) return;
+    if (!this.seen || !width || !height) return;
     const pen = fitted(this.canvas), { weak, line, text } = theme(), heights = this.heights();
     this.swatches.forEach((swatch, index) => { swatch.style.background = this.colour(index); });
     const [least, most] = this.range(heights), bottom = height - BOTTOM;

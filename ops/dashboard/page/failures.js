@@ -3,7 +3,8 @@ import { byId, count, el, keyed, moment, put } from "./dom.js";
 import { asked } from "./source.js";
 import { badge } from "./verdict.js";
 
-const TOKEN = "rolloutmq-token";
+const TOKEN = "rolloutmq-token", FEW = 20;
+let most = FEW;
 const tell = (text) => put(byId("failures-said"), text);
 
 // The token of this tab: asked for once. null: who was asked does not want to.
@@ -51,7 +52,11 @@ export function showFailures(state, changed, show) {
   const groups = [...(state.failures ?? [])].sort((a, b) => b.count - a.count), all = groups.reduce((sum, it) => sum + it.count, 0);
   badge("failures-count", all);
   put(byId("failures-told"), `${count(all)} jobs in ${count(groups.length)} ${groups.length === 1 ? "group" : "groups"}, since start${state.can_act ? "" : " · read-only: no token was given to the dashboard"}`);
-  keyed(byId("failures-list"), groups.length ? groups : [null], (it) => it?.id ?? "none", (it) => (it ? failure(show) : el("li", { class: "weak" }, "No job failed.")), (node, it) => {
+  const more = byId("failures-more");
+  more.hidden = groups.length <= most;
+  put(more, `Show ${count(groups.length - most)} more groups`);
+  more.onclick = () => { most = Infinity; showFailures(state, null, show); };
+  keyed(byId("failures-list"), groups.length ? groups.slice(0, most) : [null], (it) => it?.id ?? "none", (it) => (it ? failure(show) : el("li", { class: "weak" }, "No job failed.")), (node, it) => {
     if (!it) return;
     node.group = it;
     put(node.querySelector(".count"), count(it.count));

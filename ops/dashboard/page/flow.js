@@ -8,13 +8,6 @@ const charts = {};
 const AGES = ["high", "normal", "low"];
 const BANDS = ["consumed", "done, not consumed", "running", "queued"];
 
-function agesTable() {
-  const table = el("table", { class: "ages" },
-    el("thead", {}, el("tr", {}, ...["class", "p50", "p95", "jobs"].map((name, at) => el("th", { scope: "col", class: at ? "n" : null }, name)))), el("tbody"));
-  charts.ages = table.querySelector("tbody");
-  return table;
-}
-
 export function startFlow() {
   charts.flow = new Chart("Cumulative flow", { names: BANDS, colours: ["#0072b2", "#56b4e9", "#009e73", "#e69f00"], kind: "band", format: short });
   charts.age = new Chart("Age of the queue, p95", { names: ["age"], colours: ["warn"], format: seconds });
@@ -22,7 +15,7 @@ export function startFlow() {
   charts.serving = new Chart("Workers serving", { names: ["workers"], colours: ["good"], format: count });
   charts.reward = new Chart("Reward by version", { names: ["reward"], colours: ["link"], over: "version", format: figure });
   charts.stale = new Chart("Staleness by version", { names: ["versions behind"], colours: ["warn"], kind: "bar", over: "version", format: figure });
-  charts.age.box.append(agesTable());
+  charts.ages = charts.age.box.querySelector(".legend");
   byId("charts").append(...["flow", "age", "rate", "serving", "reward", "stale"].map((name) => charts[name].box));
 }
 
@@ -53,8 +46,7 @@ function showVersionsOf(state) {
 
 function showAges(ages) {
   const rows = AGES.filter((name) => ages?.[name]).map((name) => [name, ages[name]]);
-  const make = ([name]) => el("tr", {}, el("th", { scope: "row" }, name), ...[1, 2, 3].map(() => el("td", { class: "n" })));
-  keyed(charts.ages, rows, ([name]) => name, make, (node, [, it]) => [seconds(it.p50), seconds(it.p95), count(it.n)].forEach((text, at) => put(node.cells[at + 1], text)));
+  keyed(charts.ages, rows, ([name]) => name, () => el("span", { class: "key" }), (node, [name, it]) => put(node, it.n ? `${name}: p50 ${seconds(it.p50)}, p95 ${seconds(it.p95)}, ${count(it.n)} jobs` : `${name}: none`));
 }
 
 // Of consumed samples: how many were how many versions behind.

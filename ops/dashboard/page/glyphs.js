@@ -14,7 +14,7 @@ const cross = (pen, x, y, r) => {
 
 // kind: its words, its colour in the theme, and its shape around (x, y) with radius r. open: only its outline.
 export const glyphs = {
-  sync: { told: "sync verified", colour: "text", shape: (pen, x, y, r) => { pen.beginPath(); pen.arc(x, y, r * 0.75, 0, 7); } },
+  sync: { told: "sync verified", colour: "text", shape: (pen, x, y, r) => { pen.beginPath(); pen.arc(x, y, r * 0.65, 0, 7); } },
   join: { told: "joined", colour: "good", shape: (pen, x, y, r) => path(pen, [[x - r, y - r], [x + r, y], [x - r, y + r]]) },
   leave: { told: "left", colour: "weak", shape: (pen, x, y, r) => path(pen, [[x + r, y - r], [x - r, y], [x + r, y + r]]) },
   stall: { told: "stalled", colour: "warn", shape: (pen, x, y, r) => path(pen, [[x, y - r * 1.2], [x + r * 1.15, y + r * 0.9], [x - r * 1.15, y + r * 0.9]]) },

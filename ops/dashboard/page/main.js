@@ -17,7 +17,7 @@ const page = { state: null, at: null, changed: new Set(), all: false, due: null,
 
 // How long something took, for whoever measures: the browser's own list of measures. Few are kept.
 function measure(name, start) {
-  if (performance.getEntriesByName(name).length > 500) performance.clearMeasures(name);
+  if (performance.getEntriesByName(name, "measure").length > 500) performance.clearMeasures(name);
   performance.measure(name, { start, end: performance.now() });
 }
 
@@ -49,7 +49,8 @@ function due(start = performance.now()) {
     // Behind the frame's layout and paint.
     channel.port1.onmessage = () => {
       if (!page.state) return;
-      measure(page.painted ? "update" : "first-paint", page.painted ? begun : 0);
+      measure("update", begun);
+      if (!page.painted) measure("first-paint", 0);
       page.painted = true;
     };
     channel.port2.postMessage(null);
@@ -71,8 +72,7 @@ function trouble(text) {
 function live() {
   listen({
     snapshot: take,
-    tick: (tick) => {
-      const start = performance.now();
+    tick: (tick, start) => {
       for (const name of apply(page.state, tick)) page.changed.add(name);
       due(start);
     },

@@ -1,15 +1,15 @@
 // The ribbon: a lane for each worker over time, coloured by the version that it served; what the page alone can draw.
 import { drawTimes, timeTicks } from "./chart.js";
-import { byId, clock, el, lasting, put } from "./dom.js";
+import { byId, clock, count, el, lasting, put, visible } from "./dom.js";
 import { drawGlyph, glyphs } from "./glyphs.js";
 import { fitted, inkOn, shortened, theme, UNKNOWN, versionColour, whenThemeChanges } from "./palette.js";
 import { WINDOW_S } from "./state.js";
 
-const MANY = 64, MOST_HIGH = 440, AXIS = 22, FLEET = 56, PUBLISHES = 30;
+const MANY = 64, MOST_HIGH = 440, AXIS = 22, FLEET = 56, PUBLISHES = 28;
 const TROUBLE = new Set(["stall", "death", "fault"]);
 const isServing = (state) => state === "serving";
 
-const ribbon = { state: null, rows: [], high: 18, left: 90, from: 0, to: 1, chosen: null, event: null, hover: null, mark: null };
+const ribbon = { state: null, rows: [], total: 0, left: 90, from: 0, to: 1, chosen: null, event: null, hover: null, mark: null };
 
 // A lane's height: fewer workers have more of it.
 const heightFor = (lanes) => (lanes <= 16 ? 22 : lanes <= MANY ? 14 : 6);
@@ -22,29 +22,26 @@ function matches(id, words) {
 
 const troubled = (id) => ribbon.state.workers[id]?.alive === false || ribbon.state.lanes[id]?.ticks.some((it) => TROUBLE.has(it[1]));
 
-// Lanes in order, with a heading for each host where there are many; y and height of each.
+// Lanes in order, by host where there are many; y and height of each.
 function layOut() {
   const { state } = ribbon, words = byId("workers-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const only = byId("workers-trouble").checked, host = (id) => state.workers[id]?.host ?? "";
-  const all = [...new Set([...Object.keys(state.workers), ...Object.keys(state.lanes)])];
-  const shown = all.filter((id) => matches(id, words) && (!only || troubled(id)));
-  const order = new Intl.Collator("en", { numeric: true }).compare, grouped = shown.length > MANY;
-  shown.sort((a, b) => (grouped ? order(host(a), host(b)) : 0) || order(a, b));
-  ribbon.high = heightFor(shown.length);
-  ribbon.rows = [];
-  let y = shown.length > MANY ? FLEET : 0, last = null;
-  for (const id of shown) {
-    if (grouped && host(id) !== last) {
-      last = host(id);
-      ribbon.rows.push({ group: last || "no host", y, high: 16 });
-      y += 16;
-    }
-    ribbon.rows.push({ id, y, high: ribbon.high });
-    y += ribbon.high;
-  }
-  ribbon.all = all;
+  ribbon.all = [...new Set([...Object.keys(state.workers), ...Object.keys(state.lanes)])];
+  const shown = ribbon.all.filter((id) => matches(id, words) && (!only || troubled(id)));
+  const order = new Intl.Collator("en", { numeric: true }).compare, many = shown.length > MANY;
+  shown.sort((a, b) => (many ? order(host(a), host(b)) : 0) || order(a, b));
+  const high = heightFor(shown.length);
+  let y = 0, last = null, labelled = -Infinity;
+  ribbon.rows = shown.map((id) => {
+    const begins = many && host(id) !== last;
+    if (begins && last !== null) y += 3;
+    last = host(id);
+    const label = !many ? id : begins && y - labelled >= 12 ? last : "";
+    if (label) labelled = y;
+    y += high;
+    return { id, label, y: y - high, high };
+  });
   ribbon.total = y;
-  ribbon.shown = shown.length;
 }
 
 const range = (state) => (state.mode === "journal" ? [state.began, state.ended ?? state.at] : [state.at - WINDOW_S, state.at]);
@@ -66,7 +63,7 @@ function drawSpan(pen, [t0, t1, version, state], y, high) {
   pen.globalAlpha = 1;
   if (high < 14 || to - from < 26) return;
   const text = isServing(state) ? (Number.isInteger(version) ? `v${version}` : "") : high >= 20 ? state : "";
-  if (!text || pen.measureText(text).width > to - from - 10) return;
+  if (!text || pen.measureText(text).width > to - from - 20) return;
   pen.fillStyle = isServing(state) ? inkOn(colour) : theme().text;
   pen.textAlign = "left";
   pen.fillText(text, from + (isServing(state) ? 12 : 5), y + high / 2 + 0.5);
@@ -78,17 +75,16 @@ function drawLane(pen, row) {
     pen.fillStyle = line;
     pen.fillRect(0, row.y, ribbon.right, row.high);
   }
-  if (row.high >= 14) {
-    pen.textAlign = "left";
-    pen.fillStyle = worker?.alive === false ? bad : worker ? text : weak;
-    pen.fillText(shortened(pen, row.id, ribbon.left - 12), 2, row.y + row.high / 2 + 0.5);
-  }
+  pen.textAlign = "left";
+  pen.fillStyle = row.label !== row.id || !worker ? weak : worker.alive === false ? bad : text;
+  if (row.label) pen.fillText(shortened(pen, visible(row.label), ribbon.left - 12), 2, row.y + Math.max(12, row.high) / 2 + 0.5);
   for (const span of lane?.spans ?? []) if ((span[1] ?? ribbon.to) >= ribbon.from && span[0] <= ribbon.to) drawSpan(pen, span, row.y, row.high);
   for (const tick of lane?.ticks ?? []) if (tick[0] >= ribbon.from && tick[0] <= ribbon.to) drawGlyph(pen, tick[1], xOf(tick[0]), row.y + row.high / 2, row.high);
 }
 
 // How many workers served which version: all lanes at once, over the lanes.
-function drawFleet(pen, ids) {
+function drawFleet(pen, top) {
+  const ids = ribbon.rows.map((row) => row.id);
   const wide = Math.max(1, Math.floor((ribbon.right - ribbon.left) / 3)), counts = new Map(), { weak } = theme();
   const column = (at) => Math.round(((Math.min(ribbon.to, Math.max(ribbon.from, at)) - ribbon.from) / (ribbon.to - ribbon.from || 1)) * wide);
   for (const id of ids) {
@@ -99,7 +95,7 @@ function drawFleet(pen, ids) {
       counts.get(version)[column(t1 ?? ribbon.to)] -= 1;
     }
   }
-  const base = new Float32Array(wide + 1), high = FLEET - 14;
+  const base = new Float32Array(wide + 1), high = FLEET - 8;
   for (const version of [...counts.keys()].sort((a, b) => (a ?? -1) - (b ?? -1))) {
     pen.fillStyle = versionColour(version);
     let here = 0;
@@ -108,23 +104,26 @@ function drawFleet(pen, ids) {
       here += steps[place];
       if (!here) continue;
       const tall = (here / Math.max(1, ids.length)) * high;
-      pen.fillRect(ribbon.left + place * 3, high - base[place] - tall + 2, 3, tall);
+      pen.fillRect(ribbon.left + place * 3, top + high - base[place] - tall, 3, tall);
       base[place] += tall;
     }
   }
   pen.fillStyle = weak;
   pen.textAlign = "left";
-  pen.fillText("all", 2, high / 2 - 5);
-  pen.fillText(`${ids.length.toLocaleString("en")} lanes`, 2, high / 2 + 8);
+  pen.fillText("serving", 2, top + high / 2 - 6);
+  pen.fillText(`of ${count(ids.length)}`, 2, top + high / 2 + 7);
 }
 
 function drawPublishes() {
-  const canvas = byId("publishes"), pen = fitted(canvas), { text, weak, bad, line } = theme();
+  const canvas = byId("publishes"), fleet = ribbon.rows.length > MANY;
+  canvas.style.height = `${PUBLISHES + (fleet ? FLEET : 2)}px`;
+  const pen = fitted(canvas), { text, weak, bad, line } = theme();
   pen.fillStyle = weak;
   pen.textAlign = "left";
   pen.fillText("published", 2, PUBLISHES - 10);
   pen.fillStyle = line;
   pen.fillRect(ribbon.left, PUBLISHES - 1, ribbon.right - ribbon.left, 1);
+  if (fleet) drawFleet(pen, PUBLISHES + 2);
   let free = -Infinity;
   for (const [at, version, outcome] of [...ribbon.state.publishes].sort((a, b) => a[0] - b[0])) {
     if (at < ribbon.from || at > ribbon.to) continue;
@@ -155,31 +154,20 @@ function guide(pen, at, dashed, bottom) {
 export function drawRibbon() {
   const { state } = ribbon, box = byId("lanes"), canvas = byId("ribbon");
   if (!state || !box.clientWidth) return;
-  const inside = Math.max(ribbon.high, Math.min(ribbon.total, MOST_HIGH)), bottom = inside;
-  box.style.height = `${inside + AXIS}px`;
+  const bottom = Math.max(12, Math.min(ribbon.total, MOST_HIGH)), down = box.scrollTop;
+  for (const node of [box, canvas]) node.style.height = `${bottom + AXIS}px`;
   byId("lanes-room").style.height = `${ribbon.total + AXIS}px`;
-  canvas.style.height = `${inside + AXIS}px`;
-  const wide = canvas.clientWidth, pen = fitted(canvas, wide, inside + AXIS);
-  const widest = ribbon.high >= 14 ? Math.max(0, ...ribbon.rows.slice(0, 200).map((row) => pen.measureText(row.id ?? "").width)) : 64;
+  const wide = canvas.clientWidth, pen = fitted(canvas, wide, bottom + AXIS);
+  const widest = Math.max(0, ...ribbon.rows.slice(0, 200).map((row) => pen.measureText(row.label).width));
   ribbon.left = Math.ceil(Math.min(Math.max(64, widest + 14), wide * 0.28, 200));
-  ribbon.right = wide - 4;
+  ribbon.right = wide - 6;
   [ribbon.from, ribbon.to] = range(state);
-  const down = box.scrollTop;
   pen.save();
   pen.beginPath();
-  pen.rect(0, 0, wide, inside);
+  pen.rect(0, 0, wide, bottom);
   pen.clip();
   pen.translate(0, -down);
-  if (ribbon.total > 0 && ribbon.shown > MANY && down < FLEET) drawFleet(pen, ribbon.rows.filter((row) => row.id !== undefined).map((row) => row.id));
-  for (const row of ribbon.rows) {
-    if (row.y + row.high < down || row.y > down + inside) continue;
-    if (row.id !== undefined) { drawLane(pen, row); continue; }
-    pen.fillStyle = theme().weak;
-    pen.textAlign = "left";
-    pen.fillText(row.group, 2, row.y + 8);
-    pen.fillStyle = theme().line;
-    pen.fillRect(Math.max(ribbon.left, pen.measureText(row.group).width + 8), row.y + 8, ribbon.right, 1);
-  }
+  for (const row of ribbon.rows) if (row.y + row.high >= down && row.y <= down + bottom) drawLane(pen, row);
   pen.restore();
   drawTimes(pen, timeTicks(ribbon.from, ribbon.to, ribbon.right - ribbon.left), xOf, ribbon.left, ribbon.right, bottom, bottom);
   guide(pen, ribbon.mark, true, bottom);
@@ -201,7 +189,7 @@ function say(text) {
 }
 
 function point(event) {
-  const y = event.offsetY + byId("lanes").scrollTop, row = ribbon.rows.find((it) => it.id !== undefined && it.y <= y && y < it.y + it.high);
+  const y = event.offsetY + byId("lanes").scrollTop, row = ribbon.rows.find((it) => it.y <= y && y < it.y + it.high);
   ribbon.hover = event.offsetX >= ribbon.left ? atOf(event.offsetX) : null;
   ribbon.chosen = row?.id ?? null;
   if (row) {
@@ -213,7 +201,7 @@ function point(event) {
 }
 
 function onKey(event) {
-  const lanes = ribbon.rows.filter((row) => row.id !== undefined), here = lanes.findIndex((row) => row.id === ribbon.chosen);
+  const lanes = ribbon.rows, here = lanes.findIndex((row) => row.id === ribbon.chosen);
   const down = { ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20 }[event.key], along = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
   if (!lanes.length || (down === undefined && along === undefined)) return;
   event.preventDefault();
@@ -237,7 +225,7 @@ function showVersions(state) {
   const made = found.slice(0, 8).map(([version, number]) => {
     const swatch = el("i", { class: "swatch" });
     swatch.style.background = version === null ? UNKNOWN : versionColour(version);
-    return el("span", { class: "key", role: "listitem" }, swatch, `${version === null ? "no version" : `v${version}`}: ${number.toLocaleString("en")}`);
+    return el("span", { class: "key", role: "listitem" }, swatch, `${version === null ? "no version" : `v${version}`}: ${count(number)}`);
   });
   if (found.length > 8) made.push(el("span", { class: "weak", role: "listitem" }, `and ${found.length - 8} more`));
   byId("versions").replaceChildren(...made);
@@ -246,12 +234,15 @@ function showVersions(state) {
 export function showRibbon(state, changed, at = null) {
   ribbon.state = state;
   ribbon.mark = state.mode === "journal" ? at : null;
-  if (!changed || changed.has("workers") || Object.keys(state.lanes).length !== ribbon.lanes) {
-    ribbon.lanes = Object.keys(state.lanes).length;
+  if (!changed || changed.has("workers")) showVersions(state);
+  // Lanes are laid out anew only where others are to be seen: sorting a thousand names is what costs.
+  const filter = byId("workers-filter").value, only = byId("workers-trouble").checked;
+  const wanted = [filter, only, ...Object.keys(state.lanes), ...Object.keys(state.workers)].join("\n");
+  if (!changed || filter || only || wanted !== ribbon.wanted) {
+    ribbon.wanted = wanted;
     layOut();
-    showVersions(state);
-    const hidden = ribbon.all.length - ribbon.shown;
-    put(byId("workers-told"), `${ribbon.shown.toLocaleString("en")} lanes${hidden ? `, ${hidden.toLocaleString("en")} filtered out` : ""} · ${state.mode === "journal" ? "whole run" : "last 15 min"}`);
+    const hidden = ribbon.all.length - ribbon.rows.length;
+    put(byId("workers-told"), `${count(ribbon.rows.length)} lanes${hidden ? `, ${count(hidden)} filtered out` : ""} · ${state.mode === "journal" ? "whole run" : "last 15 min"}`);
   }
   drawRibbon();
 }

@@ -1,5 +1,5 @@
 // The list of rollouts, with its filters.
-import { byId, count, el, figure, moment, put } from "./dom.js";
+import { byId, count, el, figure, moment, put, visible } from "./dom.js";
 import { rollout, rows } from "./source.js";
 import { showRollout } from "./tokens.js";
 
@@ -7,8 +7,10 @@ const listing = { at: null, now: 0, next: null, seen: new Set(), asked: 0 };
 const nameOf = (job, sample) => JSON.stringify([job, sample ?? 0]);
 const versionsOf = (row) => (row.oldest_version === row.newest_version ? row.newest_version ?? "–" : `${row.oldest_version ?? "?"}–${row.newest_version ?? "?"}`);
 
+const shortId = (id) => (String(id).length > 20 ? `${String(id).slice(0, 8)}…${String(id).slice(-6)}` : String(id));
+
 function rowOf(row) {
-  const opens = el("button", { type: "button", class: "plain text", click: () => open(row.job_id, row.sample) }, `${row.job_id} · ${row.sample ?? 0}`);
+  const opens = el("button", { type: "button", class: "plain text", title: visible(row.job_id), click: () => open(row.job_id, row.sample) }, `${shortId(row.job_id)} · ${row.sample ?? 0}`);
   const told = [row.fate ?? row.state, row.why].filter(Boolean).join(": ");
   const kind = row.fate === "trained" ? "good" : row.state === "dead" ? "bad" : row.fate === "dropped" ? "warn" : "note";
   const made = el("tr", {}, el("td", {}, moment(row.at, listing.now)), el("td", {}, opens), el("td", { class: `text ${kind}`, title: row.finish_reason ? `finish reason: ${row.finish_reason}` : null }, told),

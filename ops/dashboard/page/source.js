@@ -29,7 +29,7 @@ export function listen({ snapshot, tick, silent }) {
     events?.close();
     events = new EventSource("events");
     events.addEventListener("snapshot", (event) => { told(); snapshot(JSON.parse(event.data)); });
-    events.addEventListener("tick", (event) => { told(); tick(JSON.parse(event.data)); });
+    events.addEventListener("tick", (event) => { const start = performance.now(); told(); tick(JSON.parse(event.data), start); });
   };
   open();
   let tried = Date.now();

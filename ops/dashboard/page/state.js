@@ -43,8 +43,9 @@ function extend(lanes, tick) {
     const mine = lane(id).spans;
     for (const span of spans) {
       const place = mine.findLastIndex((it) => it[0] <= span[0]);
-      if (place >= 0 && mine[place][0] === span[0]) mine[place] = span;
-      else mine.splice(place + 1, 0, span);
+      if (place >= 0 && mine[place][0] === span[0]) { mine[place] = span; continue; }
+      mine.splice(place + 1, 0, span);
+      if (place >= 0) mine[place][1] ??= span[0];
     }
   }
   for (const [id, ticks] of Object.entries(tick.ticks ?? {})) lane(id).ticks.push(...ticks);

@@ -16,7 +16,7 @@ function figures(state) {
   const { flow, workers } = state, mine = Object.values(workers), live = alive(state);
   const sum = (name) => live.reduce((total, it) => total + (it[name] ?? 0), 0);
   return [
-    ["workers serving", `${live.filter((it) => it.state === "serving").length} of ${mine.length}`, "now"],
+    ["workers serving", `${count(live.filter((it) => it.state === "serving").length)} of ${count(mine.length)}`, "now"],
     ["queued", short(flow.queued), "now"],
     ["running", `${short(flow.running)}${sum("max_running") ? ` of ${short(sum("max_running"))}` : ""}`, "now"],
     ["tokens/s", short(flow.tokens_per_s), "now"],
@@ -40,10 +40,10 @@ export function showVerdict(state, changed) {
   }
   put(byId("verdict-since"), since(verdict.since, at));
   if (changed && !["flow", "workers"].some((name) => changed.has(name))) return;
-  const tile = ([name]) => el("div", {}, el("dt", {}, name), el("dd", {}, el("b"), el("span", { class: "weak scope" })));
+  const tile = ([name]) => el("div", {}, el("dt", {}, name, el("span", { class: "scope" })), el("dd"));
   keyed(byId("tiles"), figures(state), ([name]) => name, tile, (node, [, value, scope]) => {
-    put(node.querySelector("b"), value);
-    put(node.querySelector(".scope"), scope);
+    put(node.lastChild, value);
+    put(node.querySelector(".scope"), `, ${scope}`);
   });
 }
 
