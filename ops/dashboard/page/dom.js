@@ -5,6 +5,9 @@ export const byId = (id) => document.getElementById(id);
 export const visible = (text) =>
   String(text).replace(/[^\P{C}\n\t]|\p{Zl}|\p{Zp}/gu, (one) => `⟨U+${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 
+// Without a prototype: `__proto__` is a name like others.
+export const bare = (given) => Object.assign(Object.create(null), given);
+
 // An element. `given`: attributes, and listeners by their event's name. Children are elements and texts.
 export function el(kind, given = {}, ...children) {
   const made = document.createElement(kind);

@@ -41,7 +41,7 @@ function failure(show) {
   const jobs = el("span", { class: "jobs" });
   const node = el("li", { class: "failure" },
     el("b", { class: "count" }), el("div", { class: "what" }, el("p", { class: "cause text" }),
-      el("p", { class: "weak when" }), el("details", {}, el("summary", {}, "Example and jobs"), el("pre", { class: "text" }), jobs)), button);
+      el("p", { class: "weak when" }), el("details", {}, el("summary", {}, "Example and jobs"), el("pre", { class: "text", tabindex: 0 }), jobs)), button);
   button.addEventListener("click", () => requeue(node.group, button));
   return node;
 }

@@ -1,5 +1,5 @@
 // Marks in the ribbon, told apart by shape as well as by colour; and their legend.
-import { byId, el } from "./dom.js";
+import { bare, byId, el } from "./dom.js";
 import { fitted, theme, whenThemeChanges } from "./palette.js";
 
 const path = (pen, points) => {
@@ -13,14 +13,14 @@ const cross = (pen, x, y, r) => {
 };
 
 // kind: its words, its colour in the theme, and its shape around (x, y) with radius r. open: only its outline.
-export const glyphs = {
+export const glyphs = bare({
   sync: { told: "sync verified", colour: "text", shape: (pen, x, y, r) => { pen.beginPath(); pen.arc(x, y, r * 0.65, 0, 7); } },
   join: { told: "joined", colour: "good", shape: (pen, x, y, r) => path(pen, [[x - r, y - r], [x + r, y], [x - r, y + r]]) },
   leave: { told: "left", colour: "weak", shape: (pen, x, y, r) => path(pen, [[x + r, y - r], [x - r, y], [x + r, y + r]]) },
   stall: { told: "stalled", colour: "warn", shape: (pen, x, y, r) => path(pen, [[x, y - r * 1.2], [x + r * 1.15, y + r * 0.9], [x - r * 1.15, y + r * 0.9]]) },
   fault: { told: "fault", colour: "bad", shape: (pen, x, y, r) => path(pen, [[x, y - r * 1.2], [x + r * 1.2, y], [x, y + r * 1.2], [x - r * 1.2, y]]) },
   death: { told: "died", colour: "bad", shape: cross, open: true },
-};
+});
 
 export function drawGlyph(pen, kind, x, y, high) {
   const glyph = glyphs[kind] ?? glyphs.fault, colours = theme(), r = high >= 20 ? 5 : high >= 14 ? 4 : 2.5;

@@ -1,9 +1,9 @@
 // The report of a replay: what was compared, what differs by version and worker, and the worst samples.
-import { byId, count, el, figure } from "./dom.js";
+import { bare, byId, count, el, figure } from "./dom.js";
 import { showRollout } from "./tokens.js";
 
 const INFINITE = 1e38;
-const KINDS = { same: "good", differs: "bad", unverified: "warn" };
+const KINDS = bare({ same: "good", differs: "bad", unverified: "warn" });
 const gap = (value) => (typeof value !== "number" ? "–" : Math.abs(value) >= INFINITE ? (value > 0 ? "∞" : "−∞") : figure(value, 4));
 const chip = (state, text = state) => el("span", { class: `chip ${KINDS[state] ?? "note"}` }, text);
 

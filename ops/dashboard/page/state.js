@@ -1,9 +1,10 @@
 // The pool's state as the page has it: a snapshot, and what ticks change of it. Names in it may be any text.
+import { bare } from "./dom.js";
+
 export const WINDOW_S = 900;
-const bare = (given) => Object.assign(Object.create(null), given);
 const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 
-// RFC 7386. Objects get no prototype: `__proto__` is a name like others.
+// RFC 7386.
 export function merged(target, patch) {
   if (!isObject(patch)) return patch;
   const made = bare(isObject(target) ? target : {});

@@ -1,9 +1,9 @@
 // What one decides by: the verdict, the pool's figures, and alarms with their paragraphs.
-import { byId, count, el, keyed, lasting, moment, percent, put, short, since } from "./dom.js";
+import { bare, byId, count, el, keyed, lasting, moment, percent, put, short, since } from "./dom.js";
 
-const STATES = { healthy: "good", idle: "note", syncing: "note", starved: "warn", saturated: "warn", staleness: "warn", standing: "bad", broken: "bad" };
+const STATES = bare({ healthy: "good", idle: "note", syncing: "note", starved: "warn", saturated: "warn", staleness: "warn", standing: "bad", broken: "bad" });
 const GLYPHS = { good: "✓", note: "·", warn: "!", bad: "✕" };
-const SEVERITIES = { error: "bad", warn: "warn", note: "note" };
+const SEVERITIES = bare({ error: "bad", warn: "warn", note: "note" });
 
 const listed = (node, texts) => {
   keyed(node, texts ?? [], (text) => text, (text) => el("li", { class: "text" }, text), () => {});

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import states
+import rollouts
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
+from support.pools.pool import eventually
 
 PAGE = Path(__file__).resolve().parents[3] / "ops" / "dashboard" / "page"
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; script-src 'self'; frame-ancestors 'none'"
@@ -34,7 +35,7 @@ class PageServer:
     def __init__(self, state: dict[str, Any], frames: list[dict[str, Any]] | None = None) -> None:
         self.state, self.frames = state, frames or []
         self.rollouts: dict[str, dict[str, Any]] = {}
-        self.rows = states.rows()
+        self.rows = rollouts.rows()
         self.requests: list[str] = []
         self.requeued: list[str] = []
         self._listening: set[asyncio.Queue[bytes]] = set()
@@ -51,21 +52,22 @@ class PageServer:
         return len(self._listening)
 
     def tick(self, tick: dict[str, Any]) -> None:
-        data = _event("tick", tick)
+        self._send(_event("tick", tick))
+
+    def _send(self, data: bytes) -> None:
         for queue in list(self._listening):
             self._loop.call_soon_threadsafe(queue.put_nowait, data)
 
     @contextmanager
     def running(self) -> Iterator[PageServer]:
         """Serve until the block ends; again and again on the same port."""
-        config = uvicorn.Config(self._app(), "127.0.0.1", self.port, log_level="error", timeout_graceful_shutdown=0)
+        config = uvicorn.Config(self._app(), "127.0.0.1", self.port, log_level="error", timeout_graceful_shutdown=5)
         server, started = uvicorn.Server(config), threading.Event()
 
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
             task = asyncio.create_task(server.serve())
-            while not server.started:
-                await asyncio.sleep(0.005)
+            await eventually(lambda: server.started)
             started.set()
             await task
 
@@ -75,12 +77,18 @@ class PageServer:
         try:
             yield self
         finally:
+            self._send(b"")
             server.should_exit = True
             thread.join()
-            self._listening.clear()
 
     def _app(self) -> Starlette:
-        gets = {"/": self._index, "/events": self._events, "/state": self._state, "/rollouts": self._rows, "/rollout/{job}": self._rollout}
+        gets = {
+            "/": self._index,
+            "/events": self._events,
+            "/state": self._state,
+            "/rollouts": self._rows,
+            "/rollout/{job}": self._rollout,
+        }
         routes = [Route(path, endpoint) for path, endpoint in gets.items()]
         app = Starlette(routes=[*routes, Route("/requeue", self._requeue, methods=["POST"])])
         app.mount("/page", StaticFiles(directory=PAGE))
@@ -97,8 +105,8 @@ class PageServer:
             self._listening.add(queue)
             try:
                 yield _event("snapshot", self.state)
-                while True:
-                    yield await queue.get()
+                while data := await queue.get():
+                    yield data
             finally:
                 self._listening.discard(queue)
 
@@ -111,7 +119,11 @@ class PageServer:
 
     async def _rows(self, request: Request) -> Response:
         asked = request.query_params
-        found = [row for row in self.rows if row["at"] < float(asked.get("before", "inf")) and asked.get("worker", "") in row["worker"]]
+        found = [
+            row
+            for row in self.rows
+            if row["at"] < float(asked.get("before", "inf")) and asked.get("worker", "") in row["worker"]
+        ]
         found = [row for row in found if asked.get("outcome", "") in ("", row["fate"], row["state"])]
         return JSONResponse({"rows": found[:50]})
 
@@ -119,7 +131,7 @@ class PageServer:
         job = request.path_params["job"]
         if job == "gone":
             return JSONResponse({"error": {"message": f"there is no job {job!r}"}}, 404)
-        return JSONResponse(self.rollouts.get(job) or states.rollout(job, int(request.query_params.get("sample", 0))))
+        return JSONResponse(self.rollouts.get(job) or rollouts.rollout(job, int(request.query_params.get("sample", 0))))
 
     async def _requeue(self, request: Request) -> Response:
         if request.headers.get("authorization") != f"Bearer {TOKEN}":
@@ -164,7 +176,9 @@ def exported(run: dict[str, Any]) -> str:
     data = json.dumps(run).replace("<", "\\u003c")
     script = f'<script type="application/json" id="run">{data}</script><script type="module">{"".join(parts)}</script>'
     page = (PAGE / "index.html").read_text().replace('<link rel="icon" href="page/icon.svg">\n', "")
-    page = page.replace('<link rel="stylesheet" href="page/page.css">', f"<style>{(PAGE / 'page.css').read_text()}</style>")
+    page = page.replace(
+        '<link rel="stylesheet" href="page/page.css">', f"<style>{(PAGE / 'page.css').read_text()}</style>"
+    )
     return page.replace('<script type="module" src="page/main.js"></script>', script)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 NOW = 1_795_867_200.0
 WINDOW_S = 900
 HOSTILE = (
-    "<img src=x onerror=\"window.broken = 1\"><script>window.broken = 1</script>",
+    '<img src=x onerror="window.broken = 1"><script>window.broken = 1</script>',
     "\u202egnp.exe\x00\x1b[31m",
     "</script><script>window.broken = 1</script>",
     "__proto__",
@@ -33,11 +33,21 @@ def quiet(workers: int = 8, seed: int = 1) -> Json:
     lanes = {name: _lane(rng, publishes) for name in ids}
     facts = {name: _worker(rng, name, publishes[-1][1]) for name in ids}
     return {
-        "at": NOW, "pool": "default", "mode": "live", "can_act": True, "began": NOW - 6 * 3600, "ended": None,
+        "at": NOW,
+        "pool": "default",
+        "mode": "live",
+        "can_act": True,
+        "began": NOW - 6 * 3600,
+        "ended": None,
         "silent_s": 0.0,
         "verdict": {
-            "state": "healthy", "since": NOW - 5400, "title": "Workers and trainer keep pace",
-            "why": [f"{workers} of {workers} workers serve version {publishes[-1][1]}", "the trainer waits 2 % of its time"],
+            "state": "healthy",
+            "since": NOW - 5400,
+            "title": "Workers and trainer keep pace",
+            "why": [
+                f"{workers} of {workers} workers serve version {publishes[-1][1]}",
+                "the trainer waits 2 % of its time",
+            ],
             "todo": [],
         },
         "workers": facts,
@@ -45,35 +55,46 @@ def quiet(workers: int = 8, seed: int = 1) -> Json:
         "publishes": [[at, version, "ok", ""] for at, version in publishes],
         "staleness": {"0": 5210, "1": 2904, "2": 411, "3": 22},
         "flow": {
-            "queued": 320, "running": 40 * workers, "done": 48_210, "consumed": 47_600, "failed": 0,
+            "queued": 320,
+            "running": 40 * workers,
+            "done": 48_210,
+            "consumed": 47_600,
+            "failed": 0,
             "ages": {
-                "high": {"p50": 0.4, "p95": 1.9, "n": 12}, "normal": {"p50": 6.1, "p95": 14.8, "n": 300},
+                "high": {"p50": 0.4, "p95": 1.9, "n": 12},
+                "normal": {"p50": 6.1, "p95": 14.8, "n": 300},
                 "low": {"p50": None, "p95": None, "n": 0},
             },
-            "tokens_per_s": 1150.0 * workers, "trainer_waits": 0.021,
+            "tokens_per_s": 1150.0 * workers,
+            "trainer_waits": 0.021,
         },
         "versions": _versions(rng, publishes[-1][1]),
         "failures": [],
         "alarms": [],
         "series": _series(rng, workers),
-    }  # fmt: skip
+    }
 
 
 def faults() -> Json:
-    """Four faults at once: a reward whose sign flipped, a corrupted snapshot, a worker that dies, jobs nobody can do."""
+    """Four faults at once: a reward whose sign flipped, a corrupted snapshot, a dying worker, jobs nobody can do."""
     state = quiet(16)
     newest = state["publishes"][-1][1]
     dying = state["lanes"]["gpu-01-3"] = {"spans": [], "ticks": []}
     for at in range(15):
         begun = NOW - WINDOW_S + 60 * at
         dying["spans"] += [[begun, begun + 42, newest - 1, "serving"], [begun + 42, begun + 60, None, "dead"]]
-        dying["ticks"] += [[begun, "join", None, "attempt " + str(at)], [begun + 42, "death", newest - 1, "exit status 139"]]
+        dying["ticks"] += [
+            [begun, "join", None, "attempt " + str(at)],
+            [begun + 42, "death", newest - 1, "exit status 139"],
+        ]
     state["lanes"]["gpu-00-6"]["spans"][-1] = [NOW - 55, None, newest, "updating"]
     state["lanes"]["gpu-01-6"]["spans"] += [[NOW - 200, None, newest - 2, "draining"]]
     state["lanes"]["gpu-01-6"]["spans"][-2][1] = NOW - 200
     state["lanes"]["gpu-00-2"]["ticks"].append([NOW - 310, "stall", newest - 2, "no token for 31 s"])
     for name in ("gpu-00-1", "gpu-00-5"):
-        state["lanes"][name]["ticks"].append([NOW - 95, "fault", newest, "digest of snapshot 49 is not the published one"])
+        state["lanes"][name]["ticks"].append(
+            [NOW - 95, "fault", newest, "digest of snapshot 49 is not the published one"]
+        )
     state["publishes"].append([NOW - 95, newest + 1, "failed", "digest differs"])
     state["workers"]["gpu-01-3"] |= {"alive": False, "state": "dead", "restarts": 15, "running": 0, "tokens_per_s": 0.0}
     state["workers"]["gpu-00-6"]["state"] = "updating"
@@ -81,11 +102,12 @@ def faults() -> Json:
     for version in range(newest - 5, newest + 1):
         state["versions"][str(version)]["reward"] = -0.4 - 0.02 * (version - newest)
     state["verdict"] = {
-        "state": "broken", "since": NOW - 95,
+        "state": "broken",
+        "since": NOW - 95,
         "title": f"Version {newest + 1} cannot be loaded: its snapshot is not what was published",
         "why": ["2 workers refused it: digest of shard 3 differs", f"the pool still serves version {newest}"],
         "todo": ["Publish again: rolloutmq weights publish", "Look at the disk that the snapshot was read from"],
-    }  # fmt: skip
+    }
     state["failures"] = _failures()
     state["alarms"] = _alarms()
     state["flow"] |= {"failed": 1294, "trainer_waits": 0.31, "queued": 2140}
@@ -95,7 +117,13 @@ def faults() -> Json:
 def large(workers: int = 1000, jobs: int = 100_000) -> Json:
     """As many lanes as a fleet has, and as many jobs."""
     state = quiet(workers)
-    state["flow"] |= {"queued": jobs // 2, "running": jobs // 2, "done": 9_120_455, "consumed": 9_055_110, "failed": 812}
+    state["flow"] |= {
+        "queued": jobs // 2,
+        "running": jobs // 2,
+        "done": 9_120_455,
+        "consumed": 9_055_110,
+        "failed": 812,
+    }
     state["failures"] = [_failure(f"cause {at} of <n>", 4 * (at + 1)) for at in range(200)]
     return state
 
@@ -104,8 +132,16 @@ def hostile() -> Json:
     """Every text is what an attacker would have written, and numbers are missing or without bounds."""
     state = quiet(2)
     for at, text in enumerate(HOSTILE):
-        state["workers"][text] = {"state": text, "version": None if at % 2 else 2**60, "alive": True, "host": text,
-                                  "running": None, "max_running": None, "tokens_per_s": 1e300, "restarts": -1}  # fmt: skip
+        state["workers"][text] = {
+            "state": text,
+            "version": None if at % 2 else 2**60,
+            "alive": True,
+            "host": text,
+            "running": None,
+            "max_running": None,
+            "tokens_per_s": 1e300,
+            "restarts": -1,
+        }
         state["lanes"][text] = {
             "spans": [[NOW - 500, NOW - 400, None, text], [NOW - 400, None, 10**9, "serving"]],
             "ticks": [[NOW - 400, text, None, text], [NOW - 1e9, "death", -3, text]],
@@ -148,78 +184,26 @@ def ticks(state: Json, seed: int = 3) -> Iterator[Json]:
         at += 1
         facts = {name: {"running": rng.randrange(64), "tokens_per_s": 900 + 500 * rng.random()} for name in names}
         synced = rng.sample(names, max(1, len(names) // 20))
-        flow = {"queued": 300 + second % 90, "running": 300 + second % 40, "done": state["flow"].get("done", 0) + 9 * second}
+        flow = {
+            "queued": 300 + second % 90,
+            "running": 300 + second % 40,
+            "done": state["flow"].get("done", 0) + 9 * second,
+        }
         yield {
             "patch": {"at": at, "workers": facts, "flow": flow},
-            "points": {"queued": flow["queued"], "running": flow["running"], "done": flow["done"],
-                       "consumed": flow["done"] - 500, "tokens_per_s": 1000.0 * len(names), "serving": len(names), "age_p95": 9.0},
+            "points": {
+                "queued": flow["queued"],
+                "running": flow["running"],
+                "done": flow["done"],
+                "consumed": flow["done"] - 500,
+                "tokens_per_s": 1000.0 * len(names),
+                "serving": len(names),
+                "age_p95": 9.0,
+            },
             "spans": {name: [[at, None, newest + 1 + second // 60, "serving"]] for name in synced},
             "ticks": {name: [[at, "sync", newest + 1 + second // 60, "digest ok"]] for name in synced},
             "gone": [],
-        }  # fmt: skip
-
-
-def rows(number: int = 160) -> list[Json]:
-    """The list of rollouts, newest first."""
-    rng = random.Random(5)
-    fates = [("done", "trained", ""), ("done", "trained", ""), ("done", "dropped", "older than 4 versions"), ("running", None, ""), ("dead", None, "KeyError: 'tool'")]
-    made = []
-    for at in range(number):
-        state, fate, why = fates[rng.randrange(5)]
-        version = 48 - at // 40
-        made.append({
-            "job_id": f"0199f3c2-{at:04x}-7c31-9d02-5a8e{at:08x}", "sample": at % 4, "at": NOW - 3 * at, "client": "trainer-0",
-            "worker": f"gpu-0{at % 2}-{at % 8}", "state": state, "tokens": rng.randrange(40, 4000), "oldest_version": version - at % 2,
-            "newest_version": version, "reward": None if state != "done" else round(rng.uniform(-1, 1), 3), "fate": fate, "why": why,
-            "session": f"s{at // 4}", "finish_reason": "stop",
-        })  # fmt: skip
-    return made
-
-
-def rollout(job_id: str, sample: int = 0, tokens: int = 420) -> Json:
-    """One sample: two versions, two legs, masked tools' output, and a replay that differs at token 180."""
-    rng = random.Random(7)
-    words = " the| of| policy| reward|,| is| then| we| \n| compute| 17|.| answer| x| =| token|s| step".split("|")
-    made = []
-    for at in range(tokens):
-        text = HOSTILE[at % 5] if job_id == "hostile" else rng.choice(words)
-        made.append({"id": rng.randrange(150_000), "text": None if at == 11 else text, "version": 47 + (at >= 150), "leg": int(at >= 150),
-                     "logprob": None if at == 12 else -rng.expovariate(1.2), "mask": int(not 90 <= at < 130),
-                     "mismatch": 0.0 if at < 180 else round(rng.uniform(-0.4, 0.4), 4)})  # fmt: skip
-    turns = [{"job_id": f"{job_id}-t{at}" if at != 3 else job_id, "sample": sample, "turn": at, "parent": None if not at else at - 1 if at < 4 else 2,
-              "tokens": 90 * at + 33, "reward": 0.5 if at == 5 else None, "version": 46 + at // 3} for at in range(6)]  # fmt: skip
-    return {
-        "job_id": job_id, "sample": sample, "samples": 4,
-        "prompt": {"ids": [1, 2, 3], "text": ["You are", " a careful", " solver."]}, "tokens": made, "legs": [0, 150], "in_place": [150],
-        "cached_tokens": 128, "facts": {"worker": "gpu-00-3", "finish reason": "stop", "temperature": "1.0"},
-        "notes": [{"at": NOW - 20, "fate": "trained", "reward": 0.5}], "events": [{"at": NOW - 90, "text": "submitted"}, {"at": NOW - 30, "text": "done"}],
-        "turns": turns, "verdict": {"state": "differs", "text": "another token from 180 on", "at": min(180, tokens - 1)},
-    }  # fmt: skip
-
-
-def replay() -> Json:
-    """A report of `rolloutmq replay`, as the export has it."""
-    tally = {"samples": 40, "same": 31, "differs": 7, "unverified": 2, "first_differences": 7, "tokens": 18_400, "other_tokens": 212,
-             "compared_logprobs": 18_188, "mean_gap": -0.0003, "mean_size": 0.0021, "largest_gap": 1.42}  # fmt: skip
-    detail = {
-        "start": 0, "first": 12, "left_out": 0, "ids": [5, 9, 5, 7] * 10, "replayed": {"12": 8, "30": 9}, "logprobs": [-0.2] * 40,
-        "gaps": [0.0] * 12 + [0.3] * 28, "entropy": None, "spans": [[47, 0, 20], [48, 20, 40]], "legs": [0, 20], "in_place": [],
-        "of_each_token": {"mask": [1] * 40}, "prompt": [5, 7], "prompt_left_out": 0,
-    }  # fmt: skip
-    listed = [{"name": f"0199f3c2-{at:04x}.0", "job": f"0199f3c2-{at:04x}", "sample": 0, "state": "differs" if at < 7 else "same",
-               "first": 12 if at < 7 else None, "version": 48 if at < 7 else None, "worker": f"gpu-00-{at % 8}", "attempt": 1, "group": "g", "client": "trainer-0",
-               "at": NOW - at, "tokens": 40, "other_tokens": 2 if at < 7 else 0, "versions": [47, 48], "largest_gap": 0.3, "finish": "stop",
-               "replayed_finish": "stop", "reasons": ["another token"] if at < 7 else [], "notes": {"reward": 0.5}, "metadata": {},
-               "look": "rolloutmq job 0199f3c2", **({"detail": detail} if at < 3 else {})} for at in range(12)]  # fmt: skip
-    return {
-        "about": {"command": "rolloutmq replay run/", "weights": "snapshots/48"}, "journal": "run/", "samples": 40,
-        "states": {"same": 31, "differs": 7, "unverified": 2}, "limits": {"logprob": 0.05}, "engines": {"recorded": [], "replayed": []},
-        "unread": 0, "reasons": [{"reason": "another token", "samples": 7}], "total": tally,
-        "versions": [{"version": version} | tally for version in (47, 48)], "workers": [{"worker": f"gpu-00-{at}"} | tally for at in range(3)],
-        "histogram": {"edges": [10.0 ** (at / 2 - 8) for at in range(19)], "tokens": [max(0, 900 - 45 * at) for at in range(20)], "exactly_equal": 9000, "unknown": 2},
-        "positions": [{"start": 20 * at, "end": 20 * at + 20, "tokens": 300, "mean": 0.001 * at, "largest": 0.01 * (at + 1)} for at in range(8)],
-        "listed": listed, "left_out": {"of_the_list": 28, "token_by_token": 37}, "texts": {"5": " the", "7": " a", "8": " an", "9": "\n"},
-    }  # fmt: skip
+        }
 
 
 def _lane(rng: random.Random, publishes: list[tuple[float, int]]) -> Json:
@@ -236,20 +220,35 @@ def _lane(rng: random.Random, publishes: list[tuple[float, int]]) -> Json:
 
 
 def _worker(rng: random.Random, name: str, version: int) -> Json:
-    return {"state": "serving", "version": version, "alive": True, "host": name.rpartition("-")[0], "running": rng.randrange(30, 60),
-            "max_running": 64, "tokens_per_s": rng.uniform(900, 1400), "restarts": 0}  # fmt: skip
+    return {
+        "state": "serving",
+        "version": version,
+        "alive": True,
+        "host": name.rpartition("-")[0],
+        "running": rng.randrange(30, 60),
+        "max_running": 64,
+        "tokens_per_s": rng.uniform(900, 1400),
+        "restarts": 0,
+    }
 
 
 def _versions(rng: random.Random, newest: int) -> Json:
     return {
-        str(version): {"samples": rng.randrange(400, 1100), "reward": round(0.1 + 0.5 * (1 - math.exp(-version / 18)) + rng.uniform(-0.03, 0.03), 4),
-                       "staleness": round(rng.uniform(0.1, 1.2), 3), "tokens": rng.randrange(10**5, 10**6), "at": NOW - 120 * (newest - version)}
+        str(version): {
+            "samples": rng.randrange(400, 1100),
+            "reward": round(0.1 + 0.5 * (1 - math.exp(-version / 18)) + rng.uniform(-0.03, 0.03), 4),
+            "staleness": round(rng.uniform(0.1, 1.2), 3),
+            "tokens": rng.randrange(10**5, 10**6),
+            "at": NOW - 120 * (newest - version),
+        }
         for version in range(1, newest + 1)
-    }  # fmt: skip
+    }
 
 
 def _series(rng: random.Random, workers: int) -> Json:
-    made: Json = {name: [] for name in ("at", "queued", "running", "done", "consumed", "tokens_per_s", "serving", "age_p95")}
+    made: Json = {
+        name: [] for name in ("at", "queued", "running", "done", "consumed", "tokens_per_s", "serving", "age_p95")
+    }
     done = 40_000.0
     for second in range(WINDOW_S):
         done += 9 + 3 * math.sin(second / 40)
@@ -265,8 +264,16 @@ def _series(rng: random.Random, workers: int) -> Json:
 
 
 def _failure(cause: str, number: int) -> Json:
-    return {"id": hashlib.sha256(f"{number} {cause}".encode()).hexdigest()[:12], "cause": cause, "example": f"Traceback (most recent call last):\n  …\n{cause}", "count": number,
-            "first": NOW - 4000, "last": NOW - 20, "jobs": [f"0199f3c2-000{at}" for at in range(min(5, number))], "requeueable": True}  # fmt: skip
+    return {
+        "id": hashlib.sha256(f"{number} {cause}".encode()).hexdigest()[:12],
+        "cause": cause,
+        "example": f"Traceback (most recent call last):\n  …\n{cause}",
+        "count": number,
+        "first": NOW - 4000,
+        "last": NOW - 20,
+        "jobs": [f"0199f3c2-000{at}" for at in range(min(5, number))],
+        "requeueable": True,
+    }
 
 
 def _failures() -> list[Json]:
@@ -280,18 +287,27 @@ def _failures() -> list[Json]:
 
 def _alarm(name: str, severity: str, title: str) -> Json:
     return {
-        "id": name, "severity": severity, "title": title, "since": NOW - 600, "evidence": "", "text": "What it means, and what one does about it.",
+        "id": name,
+        "severity": severity,
+        "title": title,
+        "since": NOW - 600,
+        "evidence": "",
+        "text": "What it means, and what one does about it.",
         "doc": f"docs/troubleshooting.md#{name}",
-    }  # fmt: skip
+    }
 
 
 def _alarms() -> list[Json]:
     return [
-        _alarm("snapshot-corrupted", "error", "A snapshot is not what was published") | {"evidence": "version 49, shard 3: digest 7f3a… instead of 91bc…; 2 workers"},
-        _alarm("worker-dies", "error", "A worker dies again and again") | {"evidence": "gpu-01-3: 15 deaths in 15 minutes, exit status 139"},
-        _alarm("reward-flipped", "warn", "The mean reward changed its sign") | {"evidence": "from 0.52 to −0.40 between versions 42 and 43"},
-        _alarm("nobody-serves", "warn", "Jobs ask for what no worker has") | {"evidence": "1,102 jobs: model llama-405b"},
-    ]  # fmt: skip
+        _alarm("snapshot-corrupted", "error", "A snapshot is not what was published")
+        | {"evidence": "version 49, shard 3: digest 7f3a… instead of 91bc…; 2 workers"},
+        _alarm("worker-dies", "error", "A worker dies again and again")
+        | {"evidence": "gpu-01-3: 15 deaths in 15 minutes, exit status 139"},
+        _alarm("reward-flipped", "warn", "The mean reward changed its sign")
+        | {"evidence": "from 0.52 to −0.40 between versions 42 and 43"},
+        _alarm("nobody-serves", "warn", "Jobs ask for what no worker has")
+        | {"evidence": "1,102 jobs: model llama-405b"},
+    ]
 
 
 def _stretched(value: Any, scale: float) -> Any:
