@@ -13,7 +13,7 @@ import { showAlarms, showSilence, showVerdict } from "./verdict.js";
 import { showWorkers } from "./workers.js";
 
 const AGAIN_MS = 3000;
-const page = { state: null, at: null, changed: new Set(), all: false, due: null, silentSince: null, problem: "", painted: false };
+export const page = { state: null, at: null, changed: new Set(), all: false, due: null, silentSince: null, problem: "", painted: false };
 
 // How long something took, for whoever measures: the browser's own list of measures. Few are kept.
 function measure(name, start) {

@@ -47,14 +47,17 @@ def visit(browser: Browser, serve: object) -> Iterator[Callable[..., Page]]:
     """
     opened: list[tuple[Page, list[str], tuple[str, ...]]] = []
 
-    def visited(url: str, *, width: int = 1440, scheme: Any = "light", expected: tuple[str, ...] = ()) -> Page:
+    def visited(
+        url: str, *, width: int = 1440, scheme: Any = "light", expected: tuple[str, ...] = (), wait: bool = True
+    ) -> Page:
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         errors: list[str] = []
         opened.append((page, errors, expected))
         page.on("console", lambda said: errors.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(url)
-        page.locator("#verdict-state:not(:empty)").wait_for()
+        if wait:
+            page.locator("#verdict-state:not(:empty)").wait_for()
         return page
 
     yield visited
