@@ -12,7 +12,7 @@ import { apply, whole } from "./state.js";
 import { showAlarms, showSilence, showVerdict } from "./verdict.js";
 import { showWorkers } from "./workers.js";
 
-const AGAIN_MS = 3000;
+const RETRY_MS = 3000;
 export const page = { state: null, at: null, changed: new Set(), all: false, due: null, silentSince: null, problem: "", painted: false };
 
 // How long something took, for whoever measures: the browser's own list of measures. Few are kept.
@@ -88,6 +88,7 @@ function journal(end) {
 async function start() {
   if (embedded) {
     if (embedded.state) journal(embedded.state);
+    else for (const part of document.querySelectorAll("main > section, header nav")) part.hidden = part.id !== "rollouts";
     if (embedded.replay) showReplay(embedded.replay);
     return;
   }
@@ -98,7 +99,7 @@ async function start() {
     trouble("");
   } catch (error) {
     trouble(`${error.message} This page asks again.`);
-    setTimeout(start, AGAIN_MS);
+    setTimeout(start, RETRY_MS);
   }
 }
 

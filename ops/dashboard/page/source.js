@@ -61,7 +61,7 @@ export async function rows(wanted, cursor, at) {
     (!wanted.worker || String(row.worker).includes(wanted.worker)) &&
     (version === null || (row.oldest_version <= version && version <= row.newest_version)) &&
     (!wanted.outcome || row.fate === wanted.outcome || row.state === wanted.outcome);
-  const found = (embedded.rows ?? []).filter((row) => fits(row) && !(row.at > at)), from = cursor ?? 0;
+  const found = (embedded.rows ?? []).filter((row) => fits(row) && !(row.at > (at ?? Infinity))), from = cursor ?? 0;
   return { rows: found.slice(from, from + 50), next: from + 50 < found.length ? from + 50 : null };
 }
 

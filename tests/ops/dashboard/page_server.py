@@ -24,6 +24,8 @@ from support.pools.pool import eventually
 PAGE = Path(__file__).resolve().parents[3] / "ops" / "dashboard" / "page"
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; script-src 'self'; frame-ancestors 'none'"
 TOKEN = "let-me"
+IMPORT = re.compile(r'^import \{ [\w, ]+ \} from "\./(\w+\.js)";$', re.MULTILINE)
+"""The one form of imports in the page's modules."""
 
 
 class PageServer:
@@ -168,9 +170,9 @@ def exported(run: dict[str, Any]) -> str:
             return
         done.append(name)
         text = (PAGE / name).read_text()
-        for needed in re.findall(r'^import \{[^}]*\} from "\./([\w.]+)";$', text, re.MULTILINE):
+        for needed in IMPORT.findall(text):
             follow(needed)
-        parts.append(re.sub(r"^import .*\n", "", re.sub(r"^export ", "", text, flags=re.MULTILINE), flags=re.MULTILINE))
+        parts.append(re.sub(r"^export ", "", IMPORT.sub("", text), flags=re.MULTILINE))
 
     follow("main.js")
     data = json.dumps(run).replace("<", "\\u003c")
