@@ -31,7 +31,7 @@ function bars(title, found) {
 }
 
 function histogram(found, limit) {
-  const edges = found.edges ?? [], short = (value) => Number(value.toPrecision(2)).toString();
+  const edges = found.edges ?? [], short = (value) => (value && value < 1e-3 ? value.toExponential(1).replace(".0", "") : figure(value, 2));
   const names = [`below ${short(edges[0] ?? 0)}`, ...edges.slice(1).map((edge, at) => `${short(edges[at])} to ${short(edge)}`), `${short(edges.at(-1) ?? 0)} or more`];
   const rows = names.map((name, at) => [name, found.tokens[at] ?? 0, (at ? edges[at - 1] : 0) >= limit]);
   return [["exactly equal", found.exactly_equal, false], ...rows, ["unknown", found.unknown, false]].map(([name, tokens, bad]) => [name, count(tokens), Math.log10(1 + tokens), bad]);

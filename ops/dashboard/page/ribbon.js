@@ -61,7 +61,7 @@ function drawSpan(pen, [t0, t1, version, state], y, high) {
   const thin = !isServing(state);  // not serving: half as high
   pen.fillRect(from, thin ? top + tall / 4 : top, to - from - (to - from > 3 ? 0.75 : 0), thin ? tall / 2 : tall);
   pen.globalAlpha = 1;
-  if (high < 14 || to - from < 26) return;
+  if (high < 14 || to - from < 48) return;
   const text = isServing(state) ? (Number.isInteger(version) ? `v${version}` : "") : high >= 20 ? state : "";
   if (!text || pen.measureText(text).width > to - from - 20) return;
   pen.fillStyle = isServing(state) ? inkOn(colour) : theme().text;

@@ -169,6 +169,6 @@ export function showRollout(rollout, open) {
   const others = siblings > 1 ? el("p", { class: "samples" }, "Samples of this job: ", ...Array.from({ length: siblings }, (_, at) => el("button", { type: "button", "aria-current": String(at === (rollout.sample ?? 0)), "aria-label": `Sample ${at}`, click: () => open(rollout.job_id, at) }, String(at)))) : null;
   byId("rollout").replaceChildren(...[
     el("h3", { class: "text" }, `${rollout.job_id} · sample ${rollout.sample ?? 0}`), verdictOf(rollout, jump), others, factsOf(rollout), tree(rollout, open), promptOf(rollout), eventsOf(rollout),
-    el("div", { class: "tools" }, ways(rollout, again), el("label", {}, texts, " as text"), legend), box, more, line].filter(Boolean));
+    el("div", { class: "tools" }, ways(rollout, again), el("label", {}, texts, "as text"), legend), box, more, line].filter(Boolean));
   again();
 }
