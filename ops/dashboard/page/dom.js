@@ -1,0 +1,83 @@
+// Elements, figures and times. Every text may come from a stranger: it is only ever set as text.
+export const byId = (id) => document.getElementById(id);
+
+// Characters that cannot be seen, or that change how others look, are shown by their number.
+export const visible = (text) =>
+  String(text).replace(/[^\P{C}\n\t]|\p{Zl}|\p{Zp}/gu, (one) => `⟨U+${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+
+// Without a prototype: `__proto__` is a name like others.
+export const bare = (given) => Object.assign(Object.create(null), given);
+
+// An element. `given`: attributes, and listeners by their event's name. Children are elements and texts.
+export function el(kind, given = {}, ...children) {
+  const made = document.createElement(kind);
+  for (const [name, value] of Object.entries(given)) {
+    if (typeof value === "function") made.addEventListener(name, value);
+    else if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value === true ? "" : value);
+  }
+  for (const child of children) if (child !== null && child !== undefined) made.append(child instanceof Node ? child : visible(child));
+  return made;
+}
+
+// Set a text only if it is another one: a screen reader says what changes.
+export function put(node, text) {
+  const shown = visible(text ?? "");
+  if (node.textContent !== shown) node.textContent = shown;
+}
+
+// Children of `parent` for `items`, kept by key, so that focus and open details survive an update.
+const kept = new WeakMap();
+export function keyed(parent, items, keyOf, make, update) {
+  const old = kept.get(parent) ?? new Map(), now = new Map();
+  let place = parent.firstChild;
+  for (const item of items) {
+    const key = keyOf(item);
+    if (now.has(key)) continue;
+    const node = old.get(key) ?? make(item);
+    update(node, item);
+    now.set(key, node);
+    if (node === place) place = node.nextSibling;
+    else parent.insertBefore(node, place);
+  }
+  for (const [key, node] of old) if (!now.has(key)) node.remove();
+  kept.set(parent, now);
+}
+
+export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+export const count = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en") : "–");
+export const figure = (value, digits = 3) => (isNumber(value) ? String(Number(value.toPrecision(digits))).replace("-", "−") : "–");
+export const percent = (share) => (isNumber(share) ? `${figure(100 * share, share < 0.1 ? 2 : 3)} %` : "–");
+
+// 14.2k, 3.1M
+export function short(value) {
+  if (!isNumber(value)) return "–";
+  const size = Math.abs(value);
+  for (const [least, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) if (size >= least) return figure(value / (unit === "k" ? 1e3 : least)) + unit;
+  return size >= 100 || Number.isInteger(value) ? count(value) : figure(value);
+}
+
+// A duration: 340 ms, 1.2 s, 2 min 5 s, 3 h 12 min
+export function lasting(seconds) {
+  if (!isNumber(seconds)) return "–";
+  const whole = Math.round(Math.abs(seconds));
+  if (Math.abs(seconds) < 1) return `${Math.round(Math.abs(seconds) * 1000)} ms`;
+  if (seconds < 10) return `${figure(seconds, 2)} s`;
+  for (const [size, unit, part, name] of [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]]) {
+    if (whole >= size) return `${Math.floor(whole / size)} ${unit}${Math.floor((whole % size) / part) ? ` ${Math.floor((whole % size) / part)} ${name}` : ""}`;
+  }
+  return `${whole} s`;
+}
+
+const two = (number) => String(number).padStart(2, "0");
+export function clock(at, withSeconds = true) {
+  const it = new Date(at * 1000);
+  if (!isNumber(at) || Number.isNaN(it.getTime())) return "–";
+  return `${two(it.getHours())}:${two(it.getMinutes())}${withSeconds ? ":" + two(it.getSeconds()) : ""}`;
+}
+export function day(at) {
+  const it = new Date(at * 1000);
+  return Number.isNaN(it.getTime()) ? "–" : `${it.getFullYear()}-${two(it.getMonth() + 1)}-${two(it.getDate())}`;
+}
+// The time, with its day where that is not the day of `now`.
+export const moment = (at, now) => (isNumber(at) ? (day(at) === day(now) ? "" : day(at) + " ") + clock(at) : "–");
+export const since = (at, now) => (isNumber(at) ? `since ${moment(at, now)} (${lasting(Math.max(0, now - at))})` : "");
