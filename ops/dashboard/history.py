@@ -220,18 +220,11 @@ class History:
         return grouped(one for one in self.recording.failures.values() if one.at <= t)
 
     def unclaimed(self, t: float) -> list[tuple[str, int, float]]:
-        """Jobs that waited for a minute though others were claimed meanwhile: what they ask for, how many, since."""
+        """Jobs that nobody had claimed by then, though later ones were: what they ask for, how many, since when."""
         jobs = self.jobs
-        last = (
-            float(np.nanmax(np.where(jobs["claimed"] <= t, jobs["claimed"], np.nan), initial=-math.inf))
-            if len(jobs["at"])
-            else 0
-        )
-        waits = (
-            (jobs["at"] <= min(t - PATIENCE_S, last))
-            & ~(jobs["claimed"] <= t)
-            & ~((jobs["end"] <= t) & (jobs["ok"] == 1))
-        )
+        later = jobs["at"][jobs["claimed"] <= t]
+        until = min(np.nanmax(later, initial=-math.inf), t if t >= self.ended else t - PATIENCE_S)
+        waits = (jobs["at"] < until) & ~(jobs["claimed"] <= t) & ~((jobs["end"] <= t) & (jobs["ok"] == 1))
         found = []
         for asks in np.unique(jobs["asks"][waits]):
             since = jobs["at"][waits & (jobs["asks"] == asks)]

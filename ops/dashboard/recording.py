@@ -289,7 +289,9 @@ class Recording:
             self._tell(worker, entry.at, "sync", version, f"digests verified, {seconds:.2f} s")
             self.committed[version] = min(entry.at, self.committed.get(version, math.inf))
         elif what == "refused":
-            self._tell(worker, entry.at, "fault", version, f"refused: {_text(entry, 'phase')}: {_text(entry, 'error')}")
+            of = " of the snapshot" if _text(entry, "transport") == "disk" else ""
+            told = f"refused: {_text(entry, 'phase')}{of}: {_text(entry, 'error')}"
+            self._tell(worker, entry.at, "fault", version, told)
         elif what == "went on" and len(worker.slow) < EVENTS_OF_WORKER:
             seconds, tokens = _number(entry.data.get("seconds")), _whole(entry.data.get("tokens"))
             worker.slow.append((entry.at, version, seconds, tokens))

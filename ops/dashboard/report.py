@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ class Report:
         found = [line for part in parts for line in part(self.data)]
         found += [f"unknown: {line}" for line in self.data["unknown"]]
         found += [f"LIMIT: {line}" for line in self.broken]
-        return [printable(line)[:WIDTH].rstrip() for line in found]
+        return [part for line in found for part in _wrapped(printable(line))]
 
 
 def report_of(history: History, limits: Limits | None = None, *, gpus: int = 1) -> Report:
@@ -208,6 +209,12 @@ def _unknown(history: History, data: Mapping[str, Any]) -> list[str]:
 # --- for people ---
 
 
+def _wrapped(line: str) -> list[str]:
+    """In at most two lines: a cause may be long."""
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, max_lines=2, placeholder=" …") or [""]
+
+
 def _head(data: Mapping[str, Any]) -> list[str]:
     span = f"{when(data['began'])} to {when(data['ended'])} ({_lasting(data['seconds'])})"
     consumed = "unknown" if data["consumed"] is None else f"{data['consumed']:,}"
@@ -284,8 +291,8 @@ def _workers(data: Mapping[str, Any]) -> list[str]:
         )
         lines.append(f"deaths: {len(data['deaths'])}, engine restarts: {data['restarts']}")
     for one in data["deaths"][:DEATHS]:
-        cost = "at an unknown cost" if one["tokens"] is None else f"about {one['tokens']:,.0f} tokens lost"
-        lived = "" if one["lived_s"] is None else f", lived {_lasting(one['lived_s'])}"
+        cost = "at an unknown cost" if one["tokens"] is None else f"at least {one['tokens']:,.0f} tokens lost"
+        lived = "" if one["lived_s"] is None else f", there for {_lasting(one['lived_s'])}"
         lines.append(f"  {when(one['at'])[11:]} {one['worker']}{lived}, {cost}: {one['why']}")
     stalls = data["stalls"]
     if (longest := stalls["longest"]) is not None:

@@ -162,7 +162,7 @@ def _of_workers(moment: Moment) -> list[Alarm]:
             f"{len(deaths)} on {', '.join(hosts[:3])}{' …' if len(hosts) > 3 else ''}; the last was {deaths[-1].worker}"
         )
         told += f", {deaths[-1].why}" if deaths[-1].why else ""
-        told += f"; they lived {min(lived):.0f} to {max(lived):.0f} s" if lived else ""
+        told += f"; they were there for {min(lived):.1f} to {max(lived):.1f} s" if lived else ""
         again = len(deaths) >= 3 and len(hosts) < len(deaths)
         title = "Workers die again and again" if again else "Workers died"
         found.append(_alarm("workers-die", told, deaths[0].at, title, severity="error" if again else None))
