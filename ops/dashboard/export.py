@@ -31,11 +31,16 @@ def page_of(history: History, rollouts: Rollouts) -> dict[str, Any]:
     rows = _chosen(history)
     shown = [row_of(history, row) for row in rows]
     return {
-        "frames": [history.state(at, brief=True) for at in times],
+        "frames": [_less(history.state(at, brief=True)) for at in times],
         "state": history.state(),
         "rows": shown,
         "rollouts": rollouts.many([(one["job_id"], one["sample"]) for one in shown]),
     }
+
+
+def _less(frame: dict[str, Any]) -> dict[str, Any]:
+    """Without what every moment of a run has in common."""
+    return {name: value for name, value in frame.items() if name != "publishes"}
 
 
 def _chosen(history: History) -> list[int]:

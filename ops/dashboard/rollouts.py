@@ -35,7 +35,8 @@ def rows_of(
 ) -> dict[str, Any]:
     """Samples, newest first, and where the next page begins. before: what an answer before has as `next`, or a time.
 
-    outcome: trained, dropped, a finish reason, or failed for jobs that failed; "" for all samples.
+    worker: a part of its name. outcome: trained, dropped, a finish reason, or failed for jobs that failed; "" for all
+    samples.
     """
     limit = max(1, min(limit, MOST_ROWS))
     if outcome in {"failed", "dead"}:
@@ -44,7 +45,8 @@ def rows_of(
     at, place = _place(before)
     wanted = ~np.isnan(of["at"])
     if worker:
-        wanted &= of["worker"] == history.recording.names[worker]
+        names = [number for number, name in enumerate(history.recording.names.texts) if worker in name]
+        wanted &= np.isin(of["worker"], names)
     if version is not None:
         wanted &= (of["oldest"] <= version) & (of["newest"] >= version)
     if outcome in {"trained", "dropped"}:
@@ -54,7 +56,7 @@ def rows_of(
     wanted &= (of["at"] < at) | ((of["at"] == at) & (np.arange(len(of["at"])) < place))
     rows = np.flatnonzero(wanted)
     rows = rows[np.lexsort((-rows, -of["at"][rows]))][: limit + 1].tolist()
-    after = f"{of['at'][rows[limit - 1]]!r}~{rows[limit - 1]}" if len(rows) > limit else None
+    after = f"{float(of['at'][rows[limit - 1]])!r}~{rows[limit - 1]}" if len(rows) > limit else None
     return {"rows": [row_of(history, row) for row in rows[:limit]], "next": after}
 
 

@@ -45,7 +45,7 @@ async def run_with_faults(url: str, folder: Path) -> Planted:
     """Run it on a real Redis, with real workers, clients and a publisher, all of which write one journal."""
     run, snapshots = Planted(folder / "journal"), folder / "snapshots"
     async with AsyncExitStack() as stack:
-        settings: dict[str, Any] = {"journal": str(run.journal), "lease_s": 2.0, "drain_s": 1.0}
+        settings: dict[str, Any] = {"journal": str(run.journal), "lease_s": 30.0, "drain_s": 1.0}
         for _ in range(2):
             await stack.enter_async_context(worker(url, engine=quick(), **settings))
         client = await stack.enter_async_context(RolloutClient(url, client_id="trainer", journal=run.journal))
