@@ -45,8 +45,6 @@ def dashboard(
     rolloutmq dashboard --journal out/journal --export out/run.html
     """
     from ...messages.errors import ConfigError
-    from ..dashboard import LIMITS, LOOPBACK, read_token
-    from ..http import HttpServer, Tls
 
     source = context.get_parameter_source("redis")
     live = journal is None or (source is not None and source.name == "COMMANDLINE")
@@ -55,6 +53,10 @@ def dashboard(
             raise ConfigError("--export needs --journal alone: a live pool has no end")
         _export(journal, export, tokenizer, json)
         return
+    try:
+        from ..dashboard import LIMITS, LOOPBACK, HttpServer, Tls, read_token
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the dashboard needs {error.name}: pip install 'rolloutmq[dashboard]'") from None
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls-cert and --tls-key: both, or none")
     if token_file is not None and not live:

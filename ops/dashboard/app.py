@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from ...messages.errors import ConfigError, RolloutMQError
 from ...messages.redis import PoolRedis
-from ..http import HttpLimits, Refused, refusal
+from ..http import HttpLimits, HttpServer, Refused, Tls, refusal
 from ..journal import TextOf
 from .history import History
 from .hub import MOST_VIEWERS, as_json
@@ -34,6 +34,7 @@ from .live import LivePool
 from .recent import Recent
 from .rollouts import Rollouts, rows_of
 
+__all__ = ["LIMITS", "LOOPBACK", "HttpServer", "Tls", "live_application", "read_token", "recorded_application"]
 PAGE = Path(__file__).with_name("page")
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; script-src 'self'; frame-ancestors 'none'"
 HEADERS = [

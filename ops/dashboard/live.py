@@ -32,14 +32,14 @@ from .verdict import Moment, alarms_of, verdict_of
 
 log = logging.getLogger(__name__)
 EVERY_S = 1.0
-CPU_SHARE, WAIT_SHARE = 20, 10
-"""Of the time one part in so many is spent on looks: of this process' own, and of waiting for a slow Redis."""
+CPU_SHARE, WAIT_SHARE = 20, 100
+"""One part of this process' time in so many is spent on looks. A slow Redis is asked less often: after so many times as
+long as one of the questions took."""
 LONGEST_S = 10.0
 LATE_S = 3.0
 POINTS = 900
 SERIES = ("at", "queued", "running", "done", "consumed", "tokens_per_s", "serving", "age_p95")
-DRAWN = 64
-"""Jobs of each queue whose ages are looked at."""
+DRAWN = 32
 ROW_FIELDS = ("state", "client", "accepted", "owner", "attempt", "samples", "published")
 
 
@@ -84,11 +84,13 @@ class LivePool:
                 await asyncio.wait([looking])
 
     async def _look(self) -> None:
-        began, busy = time.monotonic(), time.thread_time()
+        began, busy, slow_s = time.monotonic(), time.thread_time(), 0.0
         try:
             reading, view = await self._watch.read()
             decision, self._scale = decide(view, ScaleSettings(most=1_000_000), self._scale)
+            asked = time.monotonic()
             ages = await self._ages(reading)
+            slow_s = time.monotonic() - asked
             await self.letters.read()
             self._looked = reading, view, decision, ages
             self._merge(self.ribbon.take(reading.pool, reading.ended))
@@ -99,9 +101,8 @@ class LivePool:
         except Exception as error:  # one odd answer must not end the page
             log.exception("a look at the pool failed")
             self._trouble = f"{type(error).__name__}: see the dashboard's log"
-        now = time.monotonic()
-        cost = max(CPU_SHARE * (time.thread_time() - busy), min(LONGEST_S, WAIT_SHARE * (now - began)))
-        self._next = began + max(EVERY_S, cost) - 0.1
+        cost = max(CPU_SHARE * (time.thread_time() - busy), WAIT_SHARE * slow_s)
+        self._next = began + min(LONGEST_S, max(EVERY_S, cost)) - 0.1
 
     def _merge(self, changed: Mapping[str, Any]) -> None:
         for kind in ("spans", "ticks"):
@@ -110,19 +111,18 @@ class LivePool:
         self._lanes["gone"] += changed["gone"]
 
     async def _ages(self, reading: Reading) -> dict[str, dict[str, Any]]:
-        """The contract's ages, of up to DRAWN jobs of each class that are drawn by lot."""
+        """The contract's ages, of DRAWN jobs each at the front, in the middle and at the end of each queue."""
         drawn: list[list[float]] = [[] for _ in PRIORITIES]
         for part in self._broker.parts:
             redis: Any = part.redis
             async with redis.pipeline(transaction=False) as pipe:
-                for queue, later in zip(part.keys.queues, part.keys.later, strict=True):
-                    pipe.zrandmember(queue, DRAWN)
-                    pipe.zrandmember(later, DRAWN)
+                for queue, count in zip(part.keys.queues, reading.pool.load.queued, strict=True):
+                    for first in (0, count // 2, -DRAWN):
+                        pipe.zrange(queue, first, first + DRAWN - 1)
                 found = await pipe.execute(raise_on_error=False)
             for place, members in enumerate(found):
-                if isinstance(members, list):
-                    ids = (text(one).rpartition(":")[2] for one in members)
-                    drawn[place // 2] += [age for it in ids if (age := age_s(it, reading.pool.at)) is not None]
+                ids = {text(one) for one in members} if isinstance(members, list) else ()
+                drawn[place // 3] += [age for it in ids if (age := age_s(it, reading.pool.at)) is not None]
         return {
             name: {"p50": _quantile(ages, 0.5), "p95": _quantile(ages, 0.95), "n": count}
             for name, ages, count in zip(PRIORITIES, map(sorted, drawn), reading.pool.load.queued, strict=True)
