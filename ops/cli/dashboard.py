@@ -54,7 +54,8 @@ def dashboard(
         _export(journal, export, tokenizer, json)
         return
     try:
-        from ..dashboard import LIMITS, LOOPBACK, HttpServer, Tls, read_token
+        from ..dashboard import LIMITS, LOOPBACK, read_token
+        from ..http import HttpServer, Tls
     except ModuleNotFoundError as error:
         raise ConfigError(f"the dashboard needs {error.name}: pip install 'rolloutmq[dashboard]'") from None
     if (tls_cert is None) != (tls_key is None):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..._lazy import lazy
 
 if TYPE_CHECKING:
-    from .app import LIMITS, LOOPBACK, HttpServer, Tls, live_application, read_token, recorded_application
+    from .app import LIMITS, LOOPBACK, live_application, read_token, recorded_application
     from .export import as_page, page_of
     from .history import History, load
     from .report import Limits, Report, report_of
@@ -18,11 +18,9 @@ __all__ = [
     "LIMITS",
     "LOOPBACK",
     "History",
-    "HttpServer",
     "Limits",
     "Report",
     "Rollouts",
-    "Tls",
     "as_page",
     "live_application",
     "load",

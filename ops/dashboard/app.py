@@ -8,11 +8,11 @@ import hashlib
 import hmac
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 from redis.exceptions import RedisError
@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from ...messages.errors import ConfigError, RolloutMQError
 from ...messages.redis import PoolRedis
-from ..http import HttpLimits, HttpServer, Refused, Tls, refusal
+from ..http import HttpLimits, Refused, refusal
 from ..journal import TextOf
 from .history import History
 from .hub import MOST_VIEWERS, as_json
@@ -34,7 +34,6 @@ from .live import LivePool
 from .recent import Recent
 from .rollouts import Rollouts, rows_of
 
-__all__ = ["LIMITS", "LOOPBACK", "HttpServer", "Tls", "live_application", "read_token", "recorded_application"]
 PAGE = Path(__file__).with_name("page")
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; script-src 'self'; frame-ancestors 'none'"
 HEADERS = [
@@ -56,60 +55,7 @@ LIMITS = HttpLimits(
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 LONGEST_TOKEN = 4096
 NAMED = ("worker", "outcome")
-
-
-class Source(Protocol):
-    """What the routes show: a live pool, or a recorded run."""
-
-    async def state(self, at: float | None, brief: bool) -> Mapping[str, Any]: ...
-
-    async def rows(self, limit: int, query: Mapping[str, str]) -> Mapping[str, Any]: ...
-
-    async def rollout(self, job_id: str, sample: int) -> Mapping[str, Any] | None: ...
-
-
-@dataclass
-class LiveSource:
-    """A live pool. rollouts: makes those of the trainer's journal, None without one."""
-
-    live: LivePool
-    recent: Recent | None
-    text_of: TextOf | None
-
-    async def state(self, at: float | None, brief: bool) -> Mapping[str, Any]:
-        return self.live.state(brief=brief)
-
-    async def rows(self, limit: int, query: Mapping[str, str]) -> Mapping[str, Any]:
-        outcome = query.get("outcome", "")
-        if self.recent is not None and outcome not in {"running", "dead", "failed"}:
-            return await asyncio.to_thread(_rows, self.recent.history, limit, query)
-        before = _number("before", query.get("before", "")) or math.inf
-        return {"rows": await self.live.rows(limit, before, query.get("worker", ""), outcome)}
-
-    async def rollout(self, job_id: str, sample: int) -> Mapping[str, Any] | None:
-        found = None
-        if self.recent is not None:
-            found = await asyncio.to_thread(
-                Rollouts(self.recent.folder, self.recent.history, self.text_of).one, job_id, sample
-            )
-        return found or await self.live.rollout(job_id)
-
-
-@dataclass
-class RecordedSource:
-    """A recorded run."""
-
-    history: History
-    rollouts: Rollouts
-
-    async def state(self, at: float | None, brief: bool) -> Mapping[str, Any]:
-        return await asyncio.to_thread(self.history.state, at, brief=brief)
-
-    async def rows(self, limit: int, query: Mapping[str, str]) -> Mapping[str, Any]:
-        return await asyncio.to_thread(_rows, self.history, limit, query)
-
-    async def rollout(self, job_id: str, sample: int) -> Mapping[str, Any] | None:
-        return await asyncio.to_thread(self.rollouts.one, job_id, sample)
+Ask = Callable[..., Awaitable[Any]]
 
 
 def _rows(history: History, limit: int, query: Mapping[str, str]) -> Mapping[str, Any]:
@@ -194,8 +140,7 @@ def live_application(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(live.run())]
-        tasks += [asyncio.create_task(recent.run())] if recent is not None else []
+        tasks = [asyncio.create_task(one.run()) for one in (live, recent) if one is not None]
         try:
             yield
         finally:
@@ -208,15 +153,30 @@ def live_application(
             raise Refused(503, "overloaded", f"{MOST_VIEWERS} pages are open.", retry_after_s=10)
         return EventSourceResponse(live.hub.events(), sep="\n", ping=0, shutdown_event=anyio.Event())
 
+    async def state(at: float | None, brief: bool) -> Any:
+        return live.state(brief=brief)
+
+    async def rows(limit: int, query: Mapping[str, str]) -> Any:
+        outcome = query.get("outcome", "")
+        if recent is not None and outcome not in {"running", "dead", "failed"}:
+            return await asyncio.to_thread(_rows, recent.history, limit, query)
+        before = _number("before", query.get("before", "")) or math.inf
+        return {"rows": await live.rows(limit, before, query.get("worker", ""), outcome)}
+
+    async def rollout(job_id: str, sample: int) -> Any:
+        found = None
+        if recent is not None:
+            found = await asyncio.to_thread(Rollouts(recent.folder, recent.history, text_of).one, job_id, sample)
+        return found or await live.rollout(job_id)
+
     async def requeue(http: Http) -> Response:
-        group = await _asked_group(http, token)
-        done = await live.requeue(group)
+        done = await live.requeue(await _asked_group(http, token))
         if done is None:
             raise Refused(404, "no_such_group", "No dead letters of this group are there any more.")
         return _json(asdict(done))
 
     routes = [Route("/events", events), Route("/requeue", requeue, methods=["POST"])]
-    app = _application(LiveSource(live, recent, text_of), host, routes, lifespan)
+    app = _application(host, (state, rows, rollout), routes, lifespan)
     app.state.live = live
     return app
 
@@ -224,47 +184,53 @@ def live_application(
 def recorded_application(history: History, rollouts: Rollouts, host: str) -> Starlette:
     """The page of a recorded run."""
 
+    async def state(at: float | None, brief: bool) -> Any:
+        return await asyncio.to_thread(history.state, at, brief=brief)
+
+    async def rows(limit: int, query: Mapping[str, str]) -> Any:
+        return await asyncio.to_thread(_rows, history, limit, query)
+
+    async def rollout(job_id: str, sample: int) -> Any:
+        return await asyncio.to_thread(rollouts.one, job_id, sample)
+
     async def requeue(_: Http) -> Response:
         raise Refused(403, "read_only", "A recorded run is only shown.")
 
-    routes = [Route("/requeue", requeue, methods=["POST"])]
-    return _application(RecordedSource(history, rollouts), host, routes, None)
+    return _application(host, (state, rows, rollout), [Route("/requeue", requeue, methods=["POST"])], None)
 
 
-def _application(source: Source, host: str, more: list[Route], lifespan: Callable[..., Any] | None) -> Starlette:
-    async def page(http: Http) -> Response:
-        return _page_file(http, "index.html")
+def _application(
+    host: str, source: tuple[Ask, Ask, Ask], more: list[Route], lifespan: Callable[..., Any] | None
+) -> Starlette:
+    """source: what the routes of state, rows and a rollout show."""
+    ask_state, ask_rows, ask_rollout = source
 
     async def file(http: Http) -> Response:
-        return _page_file(http, http.path_params["name"])
+        return _page_file(http, http.path_params.get("name", "index.html"))
 
     async def health(_: Http) -> Response:
         return _json({"ready": True})
 
     async def state(http: Http) -> Response:
         at = _number("at", http.query_params.get("at", ""))
-        return _json(await source.state(at, http.query_params.get("brief") == "1"))
+        return _json(await ask_state(at, http.query_params.get("brief") == "1"))
 
     async def rows(http: Http) -> Response:
         limit = int(_number("limit", http.query_params.get("limit", "")) or 50)
-        return _json(await source.rows(max(1, min(limit, 500)), http.query_params))
+        return _json(await ask_rows(max(1, min(limit, 500)), http.query_params))
 
     async def rollout(http: Http) -> Response:
         sample = int(_number("sample", http.query_params.get("sample", "")) or 0)
-        found = await source.rollout(http.path_params["job_id"], sample)
-        if found is None:
+        if (found := await ask_rollout(http.path_params["job_id"], sample)) is None:
             raise Refused(404, "no_such_job", "Neither Redis nor a journal given here knows this job.")
         return _json(found)
 
-    routes = [
-        Route("/", page), Route("/page/{name}", file), Route("/health", health), Route("/state", state),
-        Route("/rollouts", rows), Route("/rollout/{job_id}", rollout), *more,
-    ]  # fmt: skip
-    hosts = LOOPBACK if host in LOOPBACK else None
+    ours = {"/": file, "/page/{name}": file, "/health": health, "/state": state, "/rollouts": rows}
+    routes = [Route(path, it) for path, it in (ours | {"/rollout/{job_id}": rollout}).items()]
     kinds = (RolloutMQError, RedisError, OSError, TimeoutError, HTTPException)
     handlers: dict[Any, Any] = {**dict.fromkeys(kinds, _answered), Exception: refusal}
-    shield = Middleware(Shield, hosts=hosts)
-    return Starlette(routes=routes, middleware=[shield], lifespan=lifespan, exception_handlers=handlers)
+    shield = Middleware(Shield, hosts=LOOPBACK if host in LOOPBACK else None)
+    return Starlette(routes=[*routes, *more], middleware=[shield], lifespan=lifespan, exception_handlers=handlers)
 
 
 async def _answered(_: Http, error: Exception) -> Response:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..journal import Failed
 from ..terminal import printable
 
 LONGEST = 2000
@@ -61,16 +62,6 @@ class Group:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """One job that failed. entry: of its dead letter, "" if it cannot be requeued."""
-
-    at: float
-    job_id: str
-    text: str
-    entry: str = ""
-
-
 def grouped(failures: Iterable[Failed]) -> list[Group]:
     """The groups, the largest first."""
     groups: dict[str, Group] = {}
@@ -86,3 +77,15 @@ def grouped(failures: Iterable[Failed]) -> list[Group]:
         if one.entry:
             group.entries.append(one.entry)
     return sorted(groups.values(), key=lambda it: (-it.count, it.cause))
+
+
+EMPTY_ROW: dict[str, Any] = {
+    "sample": None, "client": "", "worker": "", "tokens": None, "oldest_version": None, "newest_version": None,
+    "reward": None, "fate": None, "session": "", "finish_reason": "",
+}  # fmt: skip
+"""A row of the list of rollouts, without what is known of it."""
+
+
+def row_of(one: Failed) -> dict[str, Any]:
+    """A failed job in the list of rollouts."""
+    return EMPTY_ROW | {"job_id": one.job_id, "at": one.at, "state": "dead", "why": printable(one.text)}

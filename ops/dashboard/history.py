@@ -6,8 +6,8 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,12 @@ from ...messages.errors import ConfigError
 from ...messages.journal import read
 from ...messages.model import PRIORITIES
 from ...messages.remote import without_secrets
+from ..journal import FATES, Run
 from .causes import Group, grouped
-from .recording import FATES, Float, Recording
 from .tracks import refusals_of, tracks_of
 from .verdict import WINDOW_S, Moment, Rewards, alarms_of, verdict_of
 
-T = TypeVar("T", bound=tuple[Any, ...])
+Float = npt.NDArray[np.float64]
 POINTS = 900
 VERSIONS = 200
 RATE_S = 60.0
@@ -32,7 +32,7 @@ NO_WORKER = "no worker's journal is here: workers, deaths and idle time are know
 
 def load(folder: str) -> History:
     """Read a journal, whole. Raises ConfigError if there is no such folder, or nothing in it."""
-    recording = Recording()
+    recording = Run()
     recording.take(read(folder, on_problem=recording.problem))
     if not math.isfinite(recording.first):
         raise ConfigError(f"journal {without_secrets(folder)!r}: it has no entry that can be read")
@@ -42,7 +42,7 @@ def load(folder: str) -> History:
 class History:
     """What a recording says at time T, in seconds since 1970. It must not be added to any more."""
 
-    def __init__(self, recording: Recording, pool: str = "") -> None:
+    def __init__(self, recording: Run, pool: str = "") -> None:
         self.recording, self.pool = recording, pool
         self.jobs, self.samples = recording.jobs.frame(), recording.samples.frame()
         self.attempts = recording.attempts.frame()
@@ -106,7 +106,10 @@ class History:
         since = self.began if over else t - WINDOW_S
         flow, failures, versions = self._flow(t), self.failures(t), self._by_version(t)
         stale = self.staleness(since, t)
-        within = partial(self._within, since, t)
+
+        def within(events: Sequence[Any]) -> list[Any]:
+            return [one for one in events if since <= one[0] <= t]
+
         moment = Moment(
             at=t, over=over, running=flow["running"], scale=self._scale(t, flow),
             deaths=within(self.deaths), refusals=within(self.refusals), restarts=within(self.restarts),
@@ -124,11 +127,6 @@ class History:
             "failures": [group.as_data() | {"requeueable": False} for group in failures],
             "alarms": [one.as_data() for one in alarms],
         }  # fmt: skip
-
-    @staticmethod
-    def _within(since: float, until: float, events: Sequence[T]) -> list[T]:
-        """Those of a time; each begins with its own."""
-        return [one for one in events if since <= one[0] <= until]
 
     def _scale(self, t: float, flow: dict[str, Any]) -> tuple[str, str]:
         """As the scaling policy names it, from what a journal has."""

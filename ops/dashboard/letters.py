@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...messages.broker import Broker, DeadLetters, LetterHead
 from ...messages.errors import CannotRequeue, InvalidField, NoSuchDeadLetter, PoolBusy
-from .causes import Failed, Group, grouped
+from ..journal import Failed
+from .causes import Group, grouped
 
 log = logging.getLogger(__name__)
 PAGE = 512
@@ -34,6 +34,7 @@ class Letters:
         self._parts = parts
         self._boxes = [DeadLetters(part) for part in parts]
         self._known: list[dict[str, LetterHead]] = [{} for _ in parts]  # newest first
+        self._failed: list[Failed] = []
         self.groups: list[Group] = []
         self._counts: list[int] = []
 
@@ -49,11 +50,12 @@ class Letters:
                 fresh, known = await self._newer(box, {}), {}
             self._known[place] = fresh | known
         self._counts = counts
-        self.groups = grouped(
+        self._failed = [
             Failed(one.at, one.job_id, f"{one.cause}: {one.error}" if one.error else one.cause, f"{place}/{entry}")
             for place, known in enumerate(self._known)
             for entry, one in known.items()
-        )
+        ]
+        self.groups = grouped(self._failed)
 
     async def _newer(self, box: DeadLetters, known: dict[str, LetterHead]) -> dict[str, LetterHead]:
         found: dict[str, LetterHead] = {}
@@ -69,10 +71,9 @@ class Letters:
             before = page[-1].entry_id
         return found
 
-    def newest(self, limit: int, before: float) -> list[LetterHead]:
+    def newest(self, limit: int, before: float) -> list[Failed]:
         """The newest letters of before a time."""
-        every = sorted((one for known in self._known for one in known.values()), key=lambda one: -one.at)
-        return [one for one in every if one.at < before][:limit]
+        return sorted((one for one in self._failed if one.at < before), key=lambda one: -one.at)[:limit]
 
     async def requeue(self, group: str) -> Requeued | None:
         """Submit the jobs of a group again, exactly those that it had when it was last shown. None: no such group.
@@ -100,12 +101,3 @@ class Letters:
         log.warning("requeued %d dead letters of group %s (%s), refused %d, left %d", done, group, found.cause, refused,
                     left)  # fmt: skip
         return Requeued(done, refused, left, why)
-
-
-def row_of(one: LetterHead) -> dict[str, Any]:
-    """The contract's row."""
-    return {
-        "job_id": one.job_id, "sample": None, "at": one.at, "client": "", "worker": "", "state": "dead", "tokens": None,
-        "oldest_version": None, "newest_version": None, "reward": None, "fate": None,
-        "why": f"{one.cause}: {one.error}" if one.error else one.cause, "session": "", "finish_reason": "",
-    }  # fmt: skip

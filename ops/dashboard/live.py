@@ -24,9 +24,10 @@ from ..metrics import PoolWatch, Reading
 from ..scale import Decision, PoolView, ScaleSettings, decide
 from ..scale import History as ScaleHistory
 from ..terminal import printable
+from .causes import EMPTY_ROW, row_of
 from .hub import Hub, as_json, merge_patch
 from .lanes import Ribbon, workers_of
-from .letters import Letters, Requeued, row_of
+from .letters import Letters, Requeued
 from .recent import Recent
 from .verdict import Moment, alarms_of, verdict_of
 
@@ -181,7 +182,7 @@ class LivePool:
             at=round(pool.at + (time.monotonic() - self._heard), 1), silent_s=silent, trouble=self._trouble,
             reasons=reasons(pool), scale=(decision.state, decision.why),
             running=sum(one.running for one in pool.alive),
-            syncing=pool.newest if under_way else None, sync_since=None,
+            syncing=pool.newest if under_way else None,
             deaths=self.ribbon.deaths, refusals=self.ribbon.refusals, restarts=self.ribbon.restarts,
             stalls=self.ribbon.stalls, failures=self.letters.groups, stale=stale,
             full={kind: used / limit for kind, (used, limit) in shares.items() if limit},
@@ -262,11 +263,10 @@ class LivePool:
 
 def _running_row(job_id: str, has: Mapping[str, bytes]) -> dict[str, Any]:
     published, samples, attempt = (whole(has.get(name)) for name in ("published", "samples", "attempt"))
-    return {
-        "job_id": job_id, "sample": None, "at": whole(has.get("accepted")) / 1000,
-        "client": text(has.get("client", b"")), "worker": text(has.get("owner", b"")), "state": "running",
-        "tokens": None, "oldest_version": None, "newest_version": None, "reward": None, "fate": None,
-        "why": f"{published} of {samples} samples, attempt {attempt}", "session": "", "finish_reason": "",
+    return EMPTY_ROW | {
+        "job_id": job_id, "at": whole(has.get("accepted")) / 1000, "client": text(has.get("client", b"")),
+        "worker": text(has.get("owner", b"")), "state": "running",
+        "why": f"{published} of {samples} samples, attempt {attempt}",
     }  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ...messages.errors import RolloutMQError
 from ...messages.journal import read
+from ..journal import Run
 from .history import History
-from .recording import Recording
 from .verdict import WINDOW_S, Rewards
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Recent:
     def __init__(self, folder: str) -> None:
         """Raises ConfigError if there is no such folder."""
         self.folder = folder
-        self._recording = Recording()
+        self._recording = Run()
         self._newest = -math.inf
         self.history = History(self._recording)
         self._told: Told | None = None

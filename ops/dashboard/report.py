@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..journal import FATES
 from ..terminal import printable, when
 from .history import NO_WORKER, History
-from .recording import FATES
 from .verdict import STALE, reward_fell
 
 WIDTH = 100
@@ -58,7 +58,7 @@ def report_of(history: History, limits: Limits | None = None, *, gpus: int = 1) 
     consumed, jobs = sum(stale.values()), int((~np.isnan(history.jobs["at"])).sum())
     ended = flow["done"] + flow["failed"]
     time_of = _worker_time(history)
-    samples = flow["consumed"] or None
+    samples, present = flow["consumed"], time_of["present_s"]
     data: dict[str, Any] = {
         "journal": history.pool, "began": history.began, "ended": end, "seconds": end - history.began,
         "jobs": jobs, "done": flow["done"], "failed": flow["failed"], "samples": int(have.sum()),
@@ -69,7 +69,7 @@ def report_of(history: History, limits: Limits | None = None, *, gpus: int = 1) 
         "reward_fell": reward_fell(history.rewards(end)), "fates": _fates_of(history),
         "workers": len(history.tracks), "deaths": _deaths(history), "stalls": _stalls(history),
         "restarts": len(history.restarts), **time_of,
-        "gpu_s_per_1000": _per_thousand(time_of["present_s"], samples, gpus), "gpus": gpus,
+        "gpu_s_per_1000": 1000 * gpus * present / samples if present is not None and samples else None, "gpus": gpus,
         "failures": frame["failures"], "slow": _slowest(history), "alarms": frame["alarms"],
     }  # fmt: skip
     data["unknown"] = _unknown(history, data)
@@ -78,22 +78,14 @@ def report_of(history: History, limits: Limits | None = None, *, gpus: int = 1) 
 
 
 def _broken(data: Mapping[str, Any], limits: Limits) -> list[str]:
-    deaths = len(data["deaths"]) if data["present_s"] is not None else None
     found = []
-    for name, has, most in (
-        ("stale share", data["stale_share"], limits.max_stale_share),
-        ("failed share", data["failed_share"], limits.max_failed_share),
-        ("idle share", data["idle_share"], limits.max_idle_share),
-        ("deaths", deaths, limits.max_deaths),
-    ):
-        if most is None or (has is not None and has <= most):
-            continue
-        found.append(f"{name}: {'unknown' if has is None else f'{has:.4g}'}, at most {most:g} is allowed")
+    for one in fields(limits):
+        most, name = getattr(limits, one.name), one.name.removeprefix("max_")
+        has = (len(data[name]) if data["present_s"] is not None else None) if name == "deaths" else data[name]
+        if most is not None and (has is None or has > most):
+            told = "unknown" if has is None else f"{has:.4g}"
+            found.append(f"{name.replace('_', ' ')}: {told}, at most {most:g} is allowed")
     return found
-
-
-def _per_thousand(present_s: float | None, samples: int | None, gpus: int) -> float | None:
-    return None if present_s is None or not samples else 1000 * gpus * present_s / samples
 
 
 def _publishes(history: History) -> dict[str, Any]:
@@ -132,31 +124,23 @@ def _deaths(history: History) -> list[dict[str, Any]]:
 def _stalls(history: History) -> dict[str, Any]:
     """How long updates of the weights stopped workers that held samples."""
     found = [(s, name, version) for name, life in history.recording.workers.items() for _, version, s, _ in life.slow]
-    seconds = np.array([s for s, *_ in found], np.float64)
-    worst = max(found, default=None)
+    seconds, worst = [s for s, *_ in found], max(found, default=None)
     return {
-        "count": len(found), "seconds": float(seconds.sum()),
-        "p50": float(np.median(seconds)) if found else None,
-        "longest": None if worst is None else {"seconds": worst[0], "worker": worst[1], "version": worst[2]},
-        "anew": sum(tokens for life in history.recording.workers.values() for *_, tokens in life.slow),
+        "count": len(found), "seconds": sum(seconds), "p50": float(np.median(seconds)) if seconds else None,
+        "longest": None if worst is None else dict(zip(("seconds", "worker", "version"), worst, strict=True)),
     }  # fmt: skip
 
 
 def _worker_time(history: History) -> dict[str, Any]:
     """Seconds in which workers were there, and held something; None without their journals."""
+    of, present, busy = history.attempts, 0.0, 0.0
     known = {name: it.present for name, it in history.tracks.items() if it.present is not None}
-    if not known:
-        return {"present_s": None, "busy_s": None, "idle_share": None, "idlest": []}
-    of, by_worker = history.attempts, []
     for name, (begin, end) in known.items():
         rows = np.flatnonzero((of["worker"] == history.recording.names[name]) & ~np.isnan(of["at"]))
-        by_worker.append((name, end - begin, _union(of["at"][rows], of["end"][rows], begin, end)))
-    present, busy = (sum(it[at] for it in by_worker) for at in (1, 2))
-    idlest = sorted(((1 - b / p, name) for name, p, b in by_worker if p > 0), reverse=True)[:3]
-    return {
-        "present_s": present, "busy_s": busy, "idle_share": 1 - busy / present if present else None,
-        "idlest": [{"worker": name, "share": share} for share, name in idlest],
-    }  # fmt: skip
+        present, busy = present + end - begin, busy + _union(of["at"][rows], of["end"][rows], begin, end)
+    if not known:
+        return dict.fromkeys(("present_s", "busy_s", "idle_share"))
+    return {"present_s": present, "busy_s": busy, "idle_share": 1 - busy / present if present else None}
 
 
 def _union(starts: npt.NDArray[Any], ends: npt.NDArray[Any], begin: float, end: float) -> float:
@@ -171,21 +155,17 @@ def _slowest(history: History) -> dict[str, Any]:
     """How long jobs took from acceptance to their last result, and what the slowest waited for."""
     jobs, of = history.jobs, history.samples
     took = np.where(jobs["ok"] == 1, jobs["end"] - jobs["at"], np.nan)
-    known = np.flatnonzero(~np.isnan(took))
-    if not len(known):
-        return {"p50": None, "p95": None, "longest": []}
-    tries = np.bincount(history.attempts["job"], minlength=len(took)) if len(history.attempts["job"]) else None
-    longest = []
+    known, longest = np.flatnonzero(~np.isnan(took)), []
     for row in known[np.argsort(-took[known])][:SLOW].tolist():
-        samples = np.flatnonzero((of["job"] == row) & ~np.isnan(of["at"]))
-        queued = max(0.0, float(jobs["claimed"][row] - jobs["at"][row]))
-        longest.append(
-            {"job_id": history.job_names[row], "seconds": float(took[row]), "queued": queued,
-             "generating": float(of["generating"][samples].max(initial=0.0)),
-             "tokens": int(of["tokens"][samples].max(initial=0)),
-             "attempts": int(tries[row]) if tries is not None and tries[row] else None}
-        )  # fmt: skip
-    p50, p95 = np.percentile(took[known], [50, 95]).tolist()
+        samples = (of["job"] == row) & ~np.isnan(of["at"])
+        longest.append({
+            "job_id": history.job_names[row], "seconds": float(took[row]),
+            "queued": max(0.0, float(jobs["claimed"][row] - jobs["at"][row])),
+            "generating": float(of["generating"][samples].max(initial=0.0)),
+            "tokens": int(of["tokens"][samples].max(initial=0)),
+            "attempts": int((history.attempts["job"] == row).sum()),
+        })  # fmt: skip
+    p50, p95 = np.percentile(took[known], [50, 95]).tolist() if len(known) else (None, None)
     return {"p50": p50, "p95": p95, "longest": longest}
 
 

@@ -14,6 +14,7 @@ from ...messages.journal import Entry, read
 from ...messages.model import RolloutResult
 from ..journal import Life, TextOf, as_line, life_of, plain
 from ..terminal import printable
+from .causes import row_of as failed_row
 from .history import History
 
 Place = tuple[str, int]
@@ -70,14 +71,7 @@ def _place(before: str) -> tuple[float, int]:
 
 def _failed_rows(history: History, limit: int, at: float) -> dict[str, Any]:
     found = sorted((one for one in history.recording.failures.values() if one.at < at), key=lambda one: -one.at)
-    rows = [
-        {
-            "job_id": one.job_id, "sample": None, "at": one.at, "client": "", "worker": "", "state": "dead",
-            "tokens": None, "oldest_version": None, "newest_version": None, "reward": None, "fate": None,
-            "why": one.text, "session": "", "finish_reason": "",
-        }
-        for one in found[:limit]
-    ]  # fmt: skip
+    rows = [failed_row(one) for one in found[:limit]]
     return {"rows": rows, "next": repr(rows[-1]["at"]) if len(found) > limit else None}
 
 

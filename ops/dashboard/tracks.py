@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..journal import Run, WorkerLife
 from .lanes import Span, Tick
-from .recording import Recording, WorkerLife
 from .verdict import Died, Refusal
 
 DOWN = "engine down"
@@ -38,7 +38,7 @@ class Track:
         return found
 
 
-def tracks_of(recording: Recording, attempts: Frame, samples: Frame) -> dict[str, Track]:
+def tracks_of(recording: Run, attempts: Frame, samples: Frame) -> dict[str, Track]:
     """The track of each worker, by name."""
     found: dict[str, Track] = {}
     lost = _lost_attempts(recording, attempts)
@@ -55,7 +55,7 @@ def tracks_of(recording: Recording, attempts: Frame, samples: Frame) -> dict[str
     return found
 
 
-def refusals_of(recording: Recording) -> list[Refusal]:
+def refusals_of(recording: Run) -> list[Refusal]:
     """Versions that workers did not take, in order of time."""
     found = [
         Refusal(at, name, -1 if version is None else version, text.removeprefix("refused: "))
@@ -103,7 +103,7 @@ def _died(track: Track, life: WorkerLife, why: str) -> None:
     track.died = Died(life.heard, life.name, life.host, why, life.heard - life.began)
 
 
-def _of_results(recording: Recording, name: str, samples: Frame) -> Track:
+def _of_results(recording: Run, name: str, samples: Frame) -> Track:
     """Without its own journal: from its first sample to its last one, by the versions that sampled them."""
     here = np.flatnonzero((samples["worker"] == recording.names[name]) & ~np.isnan(samples["at"]))
     track = Track()
@@ -119,7 +119,7 @@ def _of_results(recording: Recording, name: str, samples: Frame) -> Track:
     return track
 
 
-def _lost_attempts(recording: Recording, attempts: Frame) -> dict[str, npt.NDArray[Any]]:
+def _lost_attempts(recording: Run, attempts: Frame) -> dict[str, npt.NDArray[Any]]:
     """Rows of attempts that their workers never ended, and that a later attempt took over; by worker."""
     newest: dict[int, int] = {}
     for job, number in zip(attempts["job"].tolist(), attempts["attempt"].tolist(), strict=True):

@@ -22,21 +22,16 @@ NEAR = 0.9
 BROKEN: frozenset[Cause] = frozenset(
     {"redis-away", "shard-away", "redis-memory", "weights-lost", "restart-loop", "engine-down", "unclaimed"}
 )
-_OF_SCALE: Mapping[str, tuple[State, str]] = {
-    "idle": ("idle", "Nothing waits and nothing runs"),
-    "balanced": ("healthy", "The workers are enough"),
-    "starting": ("starved", "The trainer waits for workers that start"),
-    "starved": ("starved", "The trainer waits for the pool: more workers would help"),
-    "saturated": ("saturated", "Every slot is taken, and no more workers are allowed"),
-    "bound by staleness": ("staleness", "The trainer's staleness bounds the pool: more workers would be idle"),
-    "unclaimed": ("standing", "Jobs wait beside free slots: no worker here can run them"),
-    "paused": ("standing", "The workers are paused"),
-}
-_TODO: Mapping[State, str] = {
-    "starved": "Add workers, or shorten samples.",
-    "saturated": "Add workers, or raise the limit of the scaler.",
-    "staleness": "Let the trainer publish more often, or bear more staleness (Staleness(eta=…)); remove idle workers.",
-    "syncing": "Wait: a version is on its way.",
+_PACE = "Let the trainer publish more often, or bear more staleness (Staleness(eta=…)); remove idle workers."
+_OF_SCALE: Mapping[str, tuple[State, str, str]] = {
+    "idle": ("idle", "Nothing waits and nothing runs", ""),
+    "balanced": ("healthy", "The workers are enough", ""),
+    "starting": ("starved", "The trainer waits for workers that start", "Wait."),
+    "starved": ("starved", "The trainer waits for the pool", "Add workers, or shorten samples."),
+    "saturated": ("saturated", "Every slot is taken", "Add workers, or raise the scaler's limit."),
+    "bound by staleness": ("staleness", "The trainer's staleness bounds the pool", _PACE),
+    "unclaimed": ("standing", "Jobs wait beside free slots: no worker here can run them", ""),
+    "paused": ("standing", "The workers are paused", "`rolloutmq control resume`."),
 }
 
 
@@ -86,7 +81,6 @@ class Moment:
     scale: tuple[str, str] | None = None
     running: int = 0
     syncing: int | None = None
-    sync_since: float | None = None
     deaths: Sequence[Died] = ()
     refusals: Sequence[Refusal] = ()
     restarts: Sequence[tuple[float, str]] = ()
@@ -131,10 +125,8 @@ def _state(moment: Moment) -> tuple[State, str, str, float | None]:
     if moment.over:
         return "idle", "The run is over", "", moment.at
     if moment.syncing is not None:
-        told = f"Version {moment.syncing} is on its way to the workers"
-        return "syncing", told, _TODO["syncing"], moment.sync_since
-    state, title = _OF_SCALE.get(moment.scale[0] if moment.scale else "balanced", ("healthy", "Samples are made"))
-    return state, title, _TODO.get(state, ""), None
+        return "syncing", f"Version {moment.syncing} is on its way to the workers", "Wait.", None
+    return *_OF_SCALE.get(moment.scale[0] if moment.scale else "", ("healthy", "Samples are made", "")), None
 
 
 def _sentence(text: str) -> str:

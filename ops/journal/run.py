@@ -16,7 +16,6 @@ from ...messages.errors import MessageError
 from ...messages.journal import Entry
 from ...messages.model import PRIORITIES, GenerateJob, RolloutResult
 from ..terminal import printable
-from .causes import Failed
 
 NAN = math.nan
 TEXT = 300
@@ -28,6 +27,16 @@ FATES = ("", "trained", "dropped")
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
 What = Literal["join", "leave", "death", "sync", "fault", "stall", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """One job that failed. entry: of its dead letter, "" if it cannot be requeued."""
+
+    at: float
+    job_id: str
+    text: str
+    entry: str = ""
 
 
 class Names:
@@ -89,7 +98,7 @@ class WorkerLife:
     slow: list[tuple[float, int, float, int]] = field(default_factory=list)
 
 
-class Recording:
+class Run:
     """Everything that the dashboard and the report know of a run. Give `add` the entries of its journals, in any order;
     one that comes again changes nothing.
 
@@ -349,10 +358,10 @@ class Recording:
 
 
 _STATES = {"pause": "paused", "resume": "serving", "sleep": "sleeping", "wake": "serving", "drain": "draining"}
-_ADD: dict[str, Callable[[Recording, Entry], None]] = {
-    "job": Recording._job, "result": Recording._result, "failure": Recording._failure,
-    "consumed": Recording._consumed, "note": Recording._note, "attempt": Recording._attempt,
-    "weights": Recording._weights, "worker": Recording._of_worker, "lost": Recording._lost,
+_ADD: dict[str, Callable[[Run, Entry], None]] = {
+    "job": Run._job, "result": Run._result, "failure": Run._failure,
+    "consumed": Run._consumed, "note": Run._note, "attempt": Run._attempt,
+    "weights": Run._weights, "worker": Run._of_worker, "lost": Run._lost,
 }  # fmt: skip
 
 
