@@ -96,6 +96,23 @@ function samples(replay) {
   return table("Samples, the worst first", SAMPLE, (replay.listed ?? []).map((row) => ({ cells: cells(row) })));
 }
 
+// A column for each engine that recorded or replayed, a row for each part of their fingerprints.
+function engines({ engines: { recorded = [], replayed = [] } = {} }) {
+  const named = (side, found) => found.slice(0, 4).map((it) => [`${side}, ${count(it.samples)} samples`, it.fingerprint]);
+  const sides = [...named("recorded", recorded), ...named("replayed", replayed)];
+  const rows = [...new Set(sides.flatMap(([, it]) => Object.keys(it)))].map((part) => {
+    const values = sides.map(([, it]) => String(it[part] ?? "–"));
+    return { cells: [part, ...values], bad: new Set(values).size > 1 };
+  });
+  return rows.length ? table("Engines", ["part", ...sides.map(([name]) => name)], rows) : [];
+}
+
+// What the report does not show.
+function leftOut({ unread = 0, left_out: { of_the_list: rows = 0, token_by_token: tokens = 0 } = {} }) {
+  const unlisted = `${count(unread)} samples could not be read, ${count(rows)} better ones are not listed`;
+  return el("p", { class: "weak" }, `${unlisted}, ${count(tokens)} are not here token by token.`);
+}
+
 function headline({ states, samples: all }) {
   if (states.same === all) return `All ${count(all)} samples are the same`;
   return `${count(states.differs)} of ${count(all)} samples differ, ${count(states.unverified)} could not be verified`;
@@ -117,10 +134,10 @@ export function showReplay(replay) {
     el("p", {}, ...states), el("p", { class: "headline" }, headline(replay)), el("p", { class: "weak" }, told(replay)),
     definitions(Object.entries(replay.about ?? {})),
     ...(replay.reasons ?? []).map((it) => el("p", { class: "text" }, `${count(it.samples)} × ${it.reason}`)),
-    ...tallies("By version of the weights", "version", replay.versions), ...tallies("By worker", "worker", replay.workers),
+    ...engines(replay), ...tallies("By version of the weights", "version", replay.versions), ...tallies("By worker", "worker", replay.workers),
     el("div", { class: "figures" },
       bars("Tokens by difference of log-probabilities; bars are logarithmic", histogram(replay.histogram, replay.limits.logprob)),
       bars("Largest difference by place in the sample; bars are logarithmic", placesOf(replay))),
-    ...samples(replay));
+    ...samples(replay), leftOut(replay));
   byId("replay").hidden = byId("replay-link").hidden = false;
 }
