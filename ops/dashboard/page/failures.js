@@ -38,7 +38,7 @@ async function requeue(group, button) {
 
 function failure(show) {
   const button = el("button", { type: "button" }, "Requeue");
-  const jobs = el("span", { class: "jobs" });
+  const jobs = el("span", { class: "jobs legend" });
   const node = el("li", { class: "failure" },
     el("b", { class: "count" }),
     el("div", { class: "what" },

@@ -44,9 +44,9 @@ function due(start = performance.now()) {
   if (page.due !== null) return;
   page.due = start;
   requestAnimationFrame(() => {
-    drawAll();
     const begun = page.due, channel = new MessageChannel();
     page.due = null;
+    drawAll();
     // Behind the frame's layout and paint.
     channel.port1.onmessage = () => {
       if (!page.state) return;

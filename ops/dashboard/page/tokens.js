@@ -7,7 +7,7 @@ const WAYS = { version: "version", logprob: "logprob", mask: "mask", leg: "leg",
 const LEGS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"];
 const HEAT = "var(--heat)";
 const tint = (colour, share) => `color-mix(in srgb, ${colour} ${Math.round(100 * Math.min(1, Math.max(0, share)))}%, transparent)`;
-const shown = { way: "version", texts: true, rollout: null };
+const shown = { way: "version", texts: true };
 
 function back(token) {
   if (shown.way === "version") return Number.isInteger(token.version) ? tint(versionColour(token.version), 0.3) : "";
@@ -180,7 +180,6 @@ function tokensOf(rollout, say) {
 
 // open: a call that shows another rollout.
 export function showRollout(rollout, open) {
-  Object.assign(shown, { rollout });
   rollout.tokens ??= [];
   const line = el("p", { class: "facts text", role: "status" }, "Point at a token, or go there with the arrow keys.");
   const { box, more, jump } = tokensOf(rollout, (index) => put(line, facts(rollout.tokens[index], index, rollout)));
