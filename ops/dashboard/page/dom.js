@@ -76,7 +76,7 @@ export function short(value) {
 export function lasting(seconds) {
   if (!isNumber(seconds)) return "–";
   const whole = Math.round(Math.abs(seconds));
-  if (Math.abs(seconds) < 1) return `${Math.round(Math.abs(seconds) * 1000)} ms`;
+  if (seconds && Math.abs(seconds) < 1) return `${figure(Math.abs(seconds) * 1000, seconds < 0.1 ? 2 : 3)} ms`;
   if (seconds < 10) return `${figure(seconds, 2)} s`;
   for (const [size, unit, part, name] of [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]]) {
     const parts = Math.floor((whole % size) / part);

@@ -57,7 +57,8 @@ export function showFailures(state, changed, show) {
   const groups = [...(state.failures ?? [])].sort((a, b) => b.count - a.count), all = groups.reduce((sum, it) => sum + it.count, 0);
   badge("failures-count", all);
   const told = `${count(all)} jobs in ${count(groups.length)} ${groups.length === 1 ? "group" : "groups"}, since start`;
-  put(byId("failures-told"), told + (state.can_act ? "" : " · read-only: no token was given to the dashboard"));
+  const lacks = !state.can_act && state.mode !== "journal" ? " · read-only: no token was given to the dashboard" : "";
+  put(byId("failures-told"), told + lacks);
   const more = byId("failures-more");
   more.hidden = groups.length <= most;
   put(more, `Show ${count(groups.length - most)} more groups`);
