@@ -1,5 +1,5 @@
 // A chart on a canvas: lines, bands on one another, or bars; over time or over versions.
-import { clock, day, el, put } from "./dom.js";
+import { clock, day, el, isKnown, put } from "./dom.js";
 import { fitted, theme, whenThemeChanges } from "./palette.js";
 
 const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
@@ -19,7 +19,8 @@ export function timeTicks(from, to, width) {
 function niceTicks(least, most, wanted) {
   const rough = (most - least) / Math.max(1, wanted), power = 10 ** Math.floor(Math.log10(rough));
   const step = power * ([1, 2, 5, 10].find((it) => it * power >= rough) ?? 10), made = [];
-  for (let at = Math.ceil(least / step) * step; at <= most + step / 1e6 && made.length < 50; at += step) made.push(Math.abs(at) < step / 1e6 ? 0 : at);
+  const first = Math.ceil(least / step), last = Math.floor(most / step + 1e-6);
+  for (let at = first; at <= last && made.length < 50; at++) made.push(at * step);
   return made;
 }
 
@@ -56,7 +57,8 @@ export class Chart {
     this.canvas.addEventListener("keydown", (event) => this.onKey(event));
     new ResizeObserver(() => this.draw()).observe(this.canvas);
     // What is out of sight is not drawn: nobody waits for it.
-    new IntersectionObserver((seen) => { this.seen = seen.at(-1).isIntersecting; this.draw(); }, { rootMargin: "200px" }).observe(this.canvas);
+    const sight = (seen) => { this.seen = seen.at(-1).isIntersecting; this.draw(); };
+    new IntersectionObserver(sight, { rootMargin: "200px" }).observe(this.canvas);
     whenThemeChanges(() => this.draw());
   }
 
@@ -78,8 +80,11 @@ export class Chart {
   }
 
   range(heights) {
-    let least = this.kind === "line" || this.kind === "bar" ? 0 : Infinity, most = -Infinity;
-    for (const line of heights) for (const value of line) if (value !== null && value !== undefined) { least = Math.min(least, value); most = Math.max(most, value); }
+    let least = this.kind === "band" ? Infinity : 0, most = -Infinity;
+    for (const value of heights.flat().filter(isKnown)) {
+      least = Math.min(least, value);
+      most = Math.max(most, value);
+    }
     if (!Number.isFinite(most)) return [0, 1];
     if (most <= least) most = least + Math.max(1, Math.abs(least) * 0.1);
     return [least, most + (most - least) * 0.05];
@@ -118,7 +123,7 @@ export class Chart {
     this.drawSeries(pen, heights, xOf, yOf, bottom, (right - left) / span);
     pen.restore();
     for (const [place, dashed] of [[this.at, true], [this.cursor === null ? null : this.data.x[this.cursor], false]]) {
-      if (place === null || place === undefined || place < from || place > to) continue;
+      if (!isKnown(place) || place < from || place > to) continue;
       pen.strokeStyle = dashed ? text : weak;
       pen.setLineDash(dashed ? [4, 3] : []);
       pen.beginPath();
@@ -135,7 +140,9 @@ export class Chart {
       pen.strokeStyle = pen.fillStyle = this.colour(index);
       if (this.kind === "bar") {
         const broad = Math.max(1, Math.min(24, wide * 0.7));
-        x.forEach((at, place) => { if (heights[index][place] !== null && heights[index][place] !== undefined) pen.fillRect(xOf(at) - broad / 2, yOf(heights[index][place]), broad, bottom - yOf(heights[index][place])); });
+        heights[index].forEach((value, place) => {
+          if (isKnown(value)) pen.fillRect(xOf(x[place]) - broad / 2, yOf(value), broad, bottom - yOf(value));
+        });
         continue;
       }
       for (const [start, end] of stretches(heights[index])) {
@@ -157,14 +164,18 @@ export class Chart {
 
   nearest(offset) {
     let best = null, gap = Infinity;
-    this.data.x.forEach((x, index) => { const here = Math.abs(this.xOf(x) - offset); if (here < gap) { gap = here; best = index; } });
+    this.data.x.forEach((x, index) => {
+      const here = Math.abs(this.xOf(x) - offset);
+      if (here < gap) [gap, best] = [here, index];
+    });
     return best;
   }
 
   told(index) {
     const x = this.data.x[index];
     if (x === undefined) return "nothing yet";
-    const values = this.data.lines.map((line, series) => `${this.names.length > 1 ? this.names[series] + " " : ""}${this.format(line[index])}`);
+    const name = (series) => (this.names.length > 1 ? `${this.names[series]} ` : "");
+    const values = this.data.lines.map((line, series) => name(series) + this.format(line[index]));
     return `${this.over === "time" ? clock(x) : `v${x}`}  ${values.join(" · ")}`;
   }
 
@@ -188,9 +199,8 @@ function stretches(values) {
   const made = [];
   let start = null;
   values.forEach((value, index) => {
-    const there = value !== null && value !== undefined;
-    if (there && start === null) start = index;
-    if (!there && start !== null) { made.push([start, index]); start = null; }
+    if (isKnown(value)) start ??= index;
+    else if (start !== null) { made.push([start, index]); start = null; }
   });
   if (start !== null) made.push([start, values.length]);
   return made;

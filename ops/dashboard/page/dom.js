@@ -3,7 +3,8 @@ export const byId = (id) => document.getElementById(id);
 
 // Characters that cannot be seen, or that change how others look, are shown by their number.
 export const visible = (text) =>
-  String(text).replace(/[^\P{C}\n\t]|\p{Zl}|\p{Zp}/gu, (one) => `⟨U+${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+  String(text).replace(/[^\P{C}\n\t]|\p{Zl}|\p{Zp}/gu, (one) => `⟨U+${hex(one.codePointAt(0))}⟩`);
+const hex = (code) => code.toString(16).toUpperCase().padStart(4, "0");
 
 // Without a prototype: `__proto__` is a name like others.
 export const bare = (given) => Object.assign(Object.create(null), given);
@@ -13,9 +14,9 @@ export function el(kind, given = {}, ...children) {
   const made = document.createElement(kind);
   for (const [name, value] of Object.entries(given)) {
     if (typeof value === "function") made.addEventListener(name, value);
-    else if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value === true ? "" : value);
+    else if (isKnown(value) && value !== false) made.setAttribute(name, value === true ? "" : value);
   }
-  for (const child of children) if (child !== null && child !== undefined) made.append(child instanceof Node ? child : visible(child));
+  for (const child of children) if (isKnown(child)) made.append(child instanceof Node ? child : visible(child));
   return made;
 }
 
@@ -43,6 +44,19 @@ export function keyed(parent, items, keyOf, make, update) {
   kept.set(parent, now);
 }
 
+// Names and what they are.
+export function definitions(given) {
+  const parts = given.flatMap(([name, text]) => [el("dt", { class: "text" }, name), el("dd", { class: "text" }, text)]);
+  return el("dl", { class: "facts-list" }, ...parts);
+}
+
+// Items of a list that have an id, or a line that says that there are none.
+export function keyedOrNone(parent, items, none, make, update) {
+  const makes = (it) => (it ? make(it) : el("li", { class: "weak" }, none));
+  keyed(parent, items.length ? items : [null], (it) => it?.id, makes, (node, it) => { if (it) update(node, it); });
+}
+
+export const isKnown = (value) => value !== null && value !== undefined;
 export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 export const count = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en") : "–");
 export const figure = (value, digits = 3) => (isNumber(value) ? String(Number(value.toPrecision(digits))).replace("-", "−") : "–");
@@ -52,7 +66,9 @@ export const percent = (share) => (isNumber(share) ? `${figure(100 * share, shar
 export function short(value) {
   if (!isNumber(value)) return "–";
   const size = Math.abs(value);
-  for (const [least, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) if (size >= least) return figure(value / (unit === "k" ? 1e3 : least)) + unit;
+  for (const [least, unit, name] of [[1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]]) {
+    if (size >= least) return figure(value / unit) + name;
+  }
   return size >= 100 || Number.isInteger(value) ? count(value) : figure(value);
 }
 
@@ -60,10 +76,11 @@ export function short(value) {
 export function lasting(seconds) {
   if (!isNumber(seconds)) return "–";
   const whole = Math.round(Math.abs(seconds));
-  if (Math.abs(seconds) < 1) return `${Math.round(Math.abs(seconds) * 1000)} ms`;
+  if (seconds && Math.abs(seconds) < 1) return `${figure(Math.abs(seconds) * 1000, seconds < 0.1 ? 2 : 3)} ms`;
   if (seconds < 10) return `${figure(seconds, 2)} s`;
   for (const [size, unit, part, name] of [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]]) {
-    if (whole >= size) return `${Math.floor(whole / size)} ${unit}${Math.floor((whole % size) / part) ? ` ${Math.floor((whole % size) / part)} ${name}` : ""}`;
+    const parts = Math.floor((whole % size) / part);
+    if (whole >= size) return `${Math.floor(whole / size)} ${unit}${parts ? ` ${parts} ${name}` : ""}`;
   }
   return `${whole} s`;
 }

@@ -1,5 +1,5 @@
 // Failures, grouped by their normalised cause, and the requeue of a group.
-import { byId, count, el, keyed, moment, put } from "./dom.js";
+import { byId, count, el, keyed, keyedOrNone, moment, put } from "./dom.js";
 import { asked } from "./source.js";
 import { badge } from "./verdict.js";
 
@@ -38,10 +38,15 @@ async function requeue(group, button) {
 
 function failure(show) {
   const button = el("button", { type: "button" }, "Requeue");
-  const jobs = el("span", { class: "jobs" });
+  const jobs = el("span", { class: "jobs legend" });
   const node = el("li", { class: "failure" },
-    el("b", { class: "count" }), el("div", { class: "what" }, el("p", { class: "cause text" }),
-      el("p", { class: "weak when" }), el("details", {}, el("summary", {}, "Example and jobs"), el("pre", { class: "text", tabindex: 0 }), jobs)), button);
+    el("b", { class: "count" }),
+    el("div", { class: "what" },
+      el("p", { class: "cause text" }),
+      el("p", { class: "weak when" }),
+      el("details", {}, el("summary", {}, "Example and jobs"), el("pre", { class: "text", tabindex: 0 }), jobs)),
+    button);
+  node.job = (id) => el("button", { type: "button", class: "plain text", click: () => show(id, 0) }, id);
   button.addEventListener("click", () => requeue(node.group, button));
   return node;
 }
@@ -51,19 +56,21 @@ export function showFailures(state, changed, show) {
   if (changed && !changed.has("failures")) return;
   const groups = [...(state.failures ?? [])].sort((a, b) => b.count - a.count), all = groups.reduce((sum, it) => sum + it.count, 0);
   badge("failures-count", all);
-  put(byId("failures-told"), `${count(all)} jobs in ${count(groups.length)} ${groups.length === 1 ? "group" : "groups"}, since start${state.can_act ? "" : " · read-only: no token was given to the dashboard"}`);
+  const told = `${count(all)} jobs in ${count(groups.length)} ${groups.length === 1 ? "group" : "groups"}, since start`;
+  const lacks = !state.can_act && state.mode !== "journal" ? " · read-only: no token was given to the dashboard" : "";
+  put(byId("failures-told"), told + lacks);
   const more = byId("failures-more");
   more.hidden = groups.length <= most;
   put(more, `Show ${count(groups.length - most)} more groups`);
   more.onclick = () => { most = Infinity; showFailures(state, null, show); };
-  keyed(byId("failures-list"), groups.length ? groups.slice(0, most) : [null], (it) => it?.id ?? "none", (it) => (it ? failure(show) : el("li", { class: "weak" }, "No job failed.")), (node, it) => {
-    if (!it) return;
+  const list = byId("failures-list"), made = () => failure(show);
+  keyedOrNone(list, groups.slice(0, most), "No job failed.", made, (node, it) => {
     node.group = it;
     put(node.querySelector(".count"), count(it.count));
     put(node.querySelector(".cause"), it.cause);
     put(node.querySelector(".when"), `first ${moment(it.first, state.at)}, last ${moment(it.last, state.at)}`);
     put(node.querySelector("pre"), it.example);
-    keyed(node.querySelector(".jobs"), it.jobs ?? [], (id) => id, (id) => el("button", { type: "button", class: "plain text", click: () => show(id, 0) }, id), () => {});
+    keyed(node.querySelector(".jobs"), it.jobs ?? [], (id) => id, node.job, () => {});
     const button = node.lastElementChild;
     button.hidden = !(state.can_act && it.requeueable);
     button.setAttribute("aria-label", `Requeue ${count(it.count)} jobs: ${String(it.cause).slice(0, 80)}`);

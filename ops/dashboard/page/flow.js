@@ -9,12 +9,14 @@ const AGES = ["high", "normal", "low"];
 const BANDS = ["consumed", "done, not consumed", "running", "queued"];
 
 export function startFlow() {
-  charts.flow = new Chart("Cumulative flow", { names: BANDS, colours: ["#0072b2", "#56b4e9", "#009e73", "#e69f00"], kind: "band", format: short });
+  const colours = ["#0072b2", "#56b4e9", "#009e73", "#e69f00"];
+  charts.flow = new Chart("Cumulative flow", { names: BANDS, colours, kind: "band", format: short });
   charts.age = new Chart("Age of the queue, p95", { names: ["age"], colours: ["warn"], format: seconds });
   charts.rate = new Chart("Tokens per second", { names: ["tokens/s"], colours: ["link"], format: short });
   charts.serving = new Chart("Workers serving", { names: ["workers"], colours: ["good"], format: count });
-  charts.reward = new Chart("Reward by version", { names: ["reward"], colours: ["link"], over: "version", format: figure });
-  charts.stale = new Chart("Staleness by version", { names: ["versions behind"], colours: ["warn"], kind: "bar", over: "version", format: figure });
+  const byVersion = { over: "version", format: (value) => figure(value) };
+  charts.reward = new Chart("Reward by version", { ...byVersion, names: ["reward"], colours: ["link"] });
+  charts.stale = new Chart("Staleness by version", { ...byVersion, names: ["behind"], colours: ["warn"], kind: "bar" });
   charts.ages = charts.age.box.querySelector(".legend");
   byId("charts").append(...["flow", "age", "rate", "serving", "reward", "stale"].map((name) => charts[name].box));
 }
@@ -36,8 +38,14 @@ function showTimes(state, at) {
   charts.serving.show({ ...over, lines: [of("serving")], scope, now: count(last(of("serving"))) });
 }
 
+// Entries whose name is a number, by that number.
+function byNumber(given) {
+  const named = Object.entries(given).map(([name, it]) => [Number(name), it]);
+  return named.filter(([number]) => Number.isInteger(number)).sort((a, b) => a[0] - b[0]);
+}
+
 function showVersionsOf(state) {
-  const versions = Object.entries(state.versions).map(([name, it]) => [Number(name), it]).filter(([it]) => Number.isInteger(it)).sort((a, b) => a[0] - b[0]);
+  const versions = byNumber(state.versions);
   const x = versions.map(([version]) => version), newest = versions.at(-1)?.[1];
   const values = (name) => versions.map(([, it]) => it[name] ?? null), scope = `newest ${count(x.length)} versions`;
   charts.reward.show({ x, lines: [values("reward")], scope, now: newest ? figure(last(values("reward"))) : "" });
@@ -46,22 +54,28 @@ function showVersionsOf(state) {
 
 function showAges(ages) {
   const rows = AGES.filter((name) => ages?.[name]).map((name) => [name, ages[name]]);
-  keyed(charts.ages, rows, ([name]) => name, () => el("span", { class: "key" }), (node, [name, it]) => put(node, it.n ? `${name}: p50 ${seconds(it.p50)}, p95 ${seconds(it.p95)}, ${count(it.n)} jobs` : `${name}: none`));
+  const told = (it) => (it.n ? `p50 ${seconds(it.p50)}, p95 ${seconds(it.p95)}, ${count(it.n)} jobs` : "none");
+  const make = () => el("span", { class: "key" });
+  keyed(charts.ages, rows, ([name]) => name, make, (node, [name, it]) => put(node, `${name}: ${told(it)}`));
 }
 
 // Of consumed samples: how many were how many versions behind.
 function showStaleness(found) {
-  const rows = Object.entries(found).map(([name, value]) => [Number(name), value]).filter((it) => it[1] > 0).sort((a, b) => a[0] - b[0]);
-  const all = rows.reduce((sum, it) => sum + it[1], 0), bar = el("div", { class: "stack", "aria-hidden": "true" });
-  const told = rows.slice(0, 8).map(([behind, value]) => el("span", { class: "key" }, el("i", { class: "swatch" }), `${behind} behind: ${percent(value / all)}`));
+  const rows = byNumber(found).filter((it) => it[1] > 0), sum = (parts) => parts.reduce((all, it) => all + it[1], 0);
+  const all = sum(rows), bar = el("div", { class: "stack", "aria-hidden": "true" });
+  const key = (text) => el("span", { class: "key" }, el("i", { class: "swatch" }), text);
+  const told = rows.slice(0, 8).map(([behind, value]) => key(`${behind} behind: ${percent(value / all)}`));
   rows.slice(0, 8).forEach(([, value], at) => {
     const part = el("i");
     part.style.flexGrow = value / all;
-    for (const node of [part, told[at].firstChild]) node.style.background = `color-mix(in srgb, var(--warn) ${Math.min(100, 100 * (at / 4))}%, var(--calm))`;
+    const colour = `color-mix(in srgb, var(--warn) ${Math.min(100, 25 * at)}%, var(--calm))`;
+    part.style.background = told[at].firstChild.style.background = colour;
     bar.append(part);
   });
-  if (rows.length > 8) told.push(el("span", { class: "weak" }, `and more: ${percent(rows.slice(8).reduce((sum, it) => sum + it[1], 0) / all)}`));
-  byId("staleness").replaceChildren(el("p", {}, "Staleness of consumed samples ", el("span", { class: "weak scope" }, "last 15 min"), all ? "" : " – none were consumed"), bar, el("p", { class: "legend" }, ...told));
+  if (rows.length > 8) told.push(el("span", { class: "weak" }, `more: ${percent(sum(rows.slice(8)) / all)}`));
+  const scope = el("span", { class: "weak scope" }, all ? "last 15 min" : "last 15 min: none were consumed");
+  byId("staleness").replaceChildren(
+    el("p", {}, "Staleness of consumed samples ", scope), bar, el("p", { class: "legend" }, ...told));
 }
 
 export function showFlow(state, changed, at = null) {

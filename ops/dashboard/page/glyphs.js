@@ -12,13 +12,18 @@ const cross = (pen, x, y, r) => {
   for (const [dx, dy] of [[-1, -1], [1, -1]]) { pen.moveTo(x + dx * r, y + dy * r); pen.lineTo(x - dx * r, y - dy * r); }
 };
 
+const triangle = (pen, x, y, r) =>
+  path(pen, [[x, y - r * 1.2], [x + r * 1.15, y + r * 0.9], [x - r * 1.15, y + r * 0.9]]);
+const diamond = (pen, x, y, r) =>
+  path(pen, [[x, y - r * 1.2], [x + r * 1.2, y], [x, y + r * 1.2], [x - r * 1.2, y]]);
+
 // kind: its words, its colour in the theme, and its shape around (x, y) with radius r. open: only its outline.
 export const glyphs = bare({
   sync: { told: "sync verified", colour: "text", shape: (pen, x, y, r) => { pen.beginPath(); pen.arc(x, y, r * 0.65, 0, 7); } },
   join: { told: "joined", colour: "good", shape: (pen, x, y, r) => path(pen, [[x - r, y - r], [x + r, y], [x - r, y + r]]) },
   leave: { told: "left", colour: "weak", shape: (pen, x, y, r) => path(pen, [[x + r, y - r], [x - r, y], [x + r, y + r]]) },
-  stall: { told: "stalled", colour: "warn", shape: (pen, x, y, r) => path(pen, [[x, y - r * 1.2], [x + r * 1.15, y + r * 0.9], [x - r * 1.15, y + r * 0.9]]) },
-  fault: { told: "fault", colour: "bad", shape: (pen, x, y, r) => path(pen, [[x, y - r * 1.2], [x + r * 1.2, y], [x, y + r * 1.2], [x - r * 1.2, y]]) },
+  stall: { told: "stalled", colour: "warn", shape: triangle },
+  fault: { told: "fault", colour: "bad", shape: diamond },
   death: { told: "died", colour: "bad", shape: cross, open: true },
 });
 

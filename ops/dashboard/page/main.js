@@ -28,7 +28,8 @@ function drawAll() {
   showSilence(state, page.silentSince, page.problem);
   if (!state) return;
   put(byId("pool"), state.pool ?? "");
-  put(byId("clock"), `${state.mode === "journal" ? "a finished run" : page.silentSince === null ? "live" : "not connected"} · ${day(at ?? state.at)} ${clock(at ?? state.at)}`);
+  const now = at ?? state.at, connected = page.silentSince === null ? "live" : "not connected";
+  put(byId("clock"), `${state.mode === "journal" ? "a finished run" : connected} · ${day(now)} ${clock(now)}`);
   showVerdict(state, changed);
   showRibbon(state, changed, at);
   showWorkers(state, changed);
@@ -43,9 +44,9 @@ function due(start = performance.now()) {
   if (page.due !== null) return;
   page.due = start;
   requestAnimationFrame(() => {
-    drawAll();
     const begun = page.due, channel = new MessageChannel();
     page.due = null;
+    drawAll();
     // Behind the frame's layout and paint.
     channel.port1.onmessage = () => {
       if (!page.state) return;
@@ -88,7 +89,7 @@ function journal(end) {
 async function start() {
   if (embedded) {
     if (embedded.state) journal(embedded.state);
-    else for (const part of document.querySelectorAll("main > section, header nav")) part.hidden = part.id !== "rollouts";
+    else for (const part of document.querySelectorAll("main > section:not(#rollouts), nav")) part.hidden = true;
     if (embedded.replay) showReplay(embedded.replay);
     return;
   }
@@ -107,5 +108,7 @@ startRibbon();
 startLegend();
 startFlow();
 startRollouts();
-for (const [id, kind] of [["workers-all", "toggle"], ["workers-filter", "input"]]) byId(id).addEventListener(kind, () => { if (page.state) showWorkers(page.state, null); });
+const redrawTable = () => { if (page.state) showWorkers(page.state, null); };
+byId("workers-all").addEventListener("toggle", redrawTable);
+byId("workers-filter").addEventListener("input", redrawTable);
 start();

@@ -1,7 +1,7 @@
 // Colours: of versions, which the colour-blind can tell apart (after Okabe and Ito), and of the theme for canvases.
 const VERSIONS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#c7b42c"];
 export const UNKNOWN = "#8b949e";
-export const versionColour = (version) => (Number.isInteger(version) ? VERSIONS[((version % VERSIONS.length) + VERSIONS.length) % VERSIONS.length] : UNKNOWN);
+export const versionColour = (version) => (Number.isInteger(version) && version >= 0 ? VERSIONS[version % VERSIONS.length] : UNKNOWN);
 const DARK_ENOUGH = new Set(["#0072b2", "#009e73", "#d55e00"]);
 export const inkOn = (colour) => (DARK_ENOUGH.has(colour) ? "#ffffff" : "#101418");
 

@@ -1,8 +1,8 @@
 // The ribbon: a lane for each worker over time, coloured by the version that it served; what the page alone can draw.
 import { drawTimes, timeTicks } from "./chart.js";
-import { byId, clock, count, el, lasting, put, visible } from "./dom.js";
+import { byId, clock, count, el, isKnown, lasting, put, visible } from "./dom.js";
 import { drawGlyph, glyphs } from "./glyphs.js";
-import { fitted, inkOn, shortened, theme, UNKNOWN, versionColour, whenThemeChanges } from "./palette.js";
+import { fitted, inkOn, shortened, theme, versionColour, whenThemeChanges } from "./palette.js";
 import { WINDOW_S } from "./state.js";
 
 const MANY = 64, MOST_HIGH = 440, AXIS = 22, FLEET = 56, PUBLISHES = 28;
@@ -45,8 +45,10 @@ function layOut() {
 }
 
 const range = (state) => (state.mode === "journal" ? [state.began, state.ended ?? state.at] : [state.at - WINDOW_S, state.at]);
-const xOf = (at) => ribbon.left + ((Math.min(ribbon.to, Math.max(ribbon.from, at)) - ribbon.from) / (ribbon.to - ribbon.from || 1)) * (ribbon.right - ribbon.left);
+const shareOf = (at) => (Math.min(ribbon.to, Math.max(ribbon.from, at)) - ribbon.from) / (ribbon.to - ribbon.from || 1);
+const xOf = (at) => ribbon.left + shareOf(at) * (ribbon.right - ribbon.left);
 const atOf = (x) => ribbon.from + ((x - ribbon.left) / (ribbon.right - ribbon.left)) * (ribbon.to - ribbon.from);
+const laneOf = (id) => ribbon.state.lanes[id] ?? { spans: [], ticks: [] };
 
 function drawSpan(pen, [t0, t1, version, state], y, high) {
   const from = xOf(t0), to = Math.max(from + 1, xOf(t1 ?? ribbon.to)), { bad } = theme();
@@ -70,7 +72,7 @@ function drawSpan(pen, [t0, t1, version, state], y, high) {
 }
 
 function drawLane(pen, row) {
-  const lane = ribbon.state.lanes[row.id], worker = ribbon.state.workers[row.id], { text, weak, bad, line } = theme();
+  const { spans, ticks } = laneOf(row.id), worker = ribbon.state.workers[row.id], { text, weak, bad, line } = theme();
   if (row.id === ribbon.chosen) {
     pen.fillStyle = line;
     pen.fillRect(0, row.y, ribbon.right, row.high);
@@ -78,15 +80,19 @@ function drawLane(pen, row) {
   pen.textAlign = "left";
   pen.fillStyle = row.label !== row.id || !worker ? weak : worker.alive === false ? bad : text;
   if (row.label) pen.fillText(shortened(pen, visible(row.label), ribbon.left - 12), 2, row.y + Math.max(12, row.high) / 2 + 0.5);
-  for (const span of lane?.spans ?? []) if ((span[1] ?? ribbon.to) >= ribbon.from && span[0] <= ribbon.to) drawSpan(pen, span, row.y, row.high);
-  for (const tick of lane?.ticks ?? []) if (tick[0] >= ribbon.from && tick[0] <= ribbon.to) drawGlyph(pen, tick[1], xOf(tick[0]), row.y + row.high / 2, row.high);
+  for (const span of spans) {
+    if ((span[1] ?? ribbon.to) >= ribbon.from && span[0] <= ribbon.to) drawSpan(pen, span, row.y, row.high);
+  }
+  for (const [at, kind] of ticks) {
+    if (at >= ribbon.from && at <= ribbon.to) drawGlyph(pen, kind, xOf(at), row.y + row.high / 2, row.high);
+  }
 }
 
 // How many workers served which version: all lanes at once, over the lanes.
 function drawFleet(pen, top) {
   const ids = ribbon.rows.map((row) => row.id);
   const wide = Math.max(1, Math.floor((ribbon.right - ribbon.left) / 3)), counts = new Map(), { weak } = theme();
-  const column = (at) => Math.round(((Math.min(ribbon.to, Math.max(ribbon.from, at)) - ribbon.from) / (ribbon.to - ribbon.from || 1)) * wide);
+  const column = (at) => Math.round(shareOf(at) * wide);
   for (const id of ids) {
     for (const [t0, t1, version, state] of ribbon.state.lanes[id]?.spans ?? []) {
       if (!isServing(state) || (t1 ?? ribbon.to) < ribbon.from) continue;
@@ -127,7 +133,8 @@ function drawPublishes() {
   let free = -Infinity;
   for (const [at, version, outcome] of [...ribbon.state.publishes].sort((a, b) => a[0] - b[0])) {
     if (at < ribbon.from || at > ribbon.to) continue;
-    const x = xOf(at), failed = outcome !== "ok", label = failed ? `✕ v${version}` : `v${version}`, half = pen.measureText(label).width / 2;
+    const x = xOf(at), failed = outcome !== "ok", label = failed ? `✕ v${version}` : `v${version}`;
+    const half = pen.measureText(label).width / 2;
     pen.fillStyle = failed ? bad : versionColour(version);
     pen.fillRect(Math.round(x) - 1, PUBLISHES - 10, 2, 10);
     const middle = Math.min(ribbon.right - half, Math.max(ribbon.left + half, x));
@@ -175,13 +182,19 @@ export function drawRibbon() {
   drawPublishes();
 }
 
-const spanText = ([t0, t1, version, state]) => `${Number.isInteger(version) ? `version ${version}` : "version unknown"}, ${state}, ${clock(t0)} to ${t1 === null || t1 === undefined ? "now" : clock(t1)} (${lasting((t1 ?? ribbon.to) - t0)})`;
-const tickText = ([t, kind, version, text]) => [`${clock(t)} ${glyphs[kind]?.told ?? kind}`, Number.isInteger(version) ? `version ${version}` : "", text].filter(Boolean).join(", ");
+const versionText = (version, unknown) => (Number.isInteger(version) ? `version ${version}` : unknown);
+function spanText([t0, t1, version, state]) {
+  const until = isKnown(t1) ? clock(t1) : "now";
+  return `${versionText(version, "version unknown")}, ${state}, ${clock(t0)} to ${until} (${lasting((t1 ?? ribbon.to) - t0)})`;
+}
+const tickText = ([t, kind, version, text]) =>
+  [`${clock(t)} ${glyphs[kind]?.told ?? kind}`, versionText(version, ""), text].filter(Boolean).join(", ");
 
 // All that happened in a lane, in order: [time, text].
 function story(id) {
-  const lane = ribbon.state.lanes[id] ?? { spans: [], ticks: [] };
-  return [...lane.spans.map((it) => [it[0], spanText(it)]), ...lane.ticks.map((it) => [it[0], tickText(it)])].sort((a, b) => a[0] - b[0]);
+  const { spans, ticks } = laneOf(id);
+  const told = [...spans.map((it) => [it[0], spanText(it)]), ...ticks.map((it) => [it[0], tickText(it)])];
+  return told.sort((a, b) => a[0] - b[0]);
 }
 
 function say(text) {
@@ -189,23 +202,29 @@ function say(text) {
 }
 
 function point(event) {
-  const y = event.offsetY + byId("lanes").scrollTop, row = ribbon.rows.find((it) => it.y <= y && y < it.y + it.high);
+  const y = event.offsetY + byId("lanes").scrollTop;
+  const row = ribbon.rows.find((it) => it.y <= y && y < it.y + it.high);
   ribbon.hover = event.offsetX >= ribbon.left ? atOf(event.offsetX) : null;
   ribbon.chosen = row?.id ?? null;
   if (row) {
-    const lane = ribbon.state.lanes[row.id] ?? { spans: [], ticks: [] }, at = ribbon.hover ?? ribbon.to, near = (ribbon.to - ribbon.from) / (ribbon.right - ribbon.left) * 6;
-    const ticks = lane.ticks.filter((it) => Math.abs(it[0] - at) <= near).map(tickText), span = lane.spans.findLast((it) => it[0] <= at && at <= (it[1] ?? ribbon.to));
-    say([`${row.id}: ${span ? spanText(span) : "nothing known"}`, ...ticks].join(" · "));
+    const { spans, ticks } = laneOf(row.id), at = ribbon.hover ?? ribbon.to;
+    const near = ticks.filter((it) => Math.abs(xOf(it[0]) - xOf(at)) <= 6).map(tickText);
+    const span = spans.findLast((it) => it[0] <= at && at <= (it[1] ?? ribbon.to));
+    say([`${row.id}: ${span ? spanText(span) : "nothing known"}`, ...near].join(" · "));
   } else say(ribbon.hover === null ? "" : clock(ribbon.hover));
   drawRibbon();
 }
 
+const DOWN = { ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20 };
+const ALONG = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+
 function onKey(event) {
   const lanes = ribbon.rows, here = lanes.findIndex((row) => row.id === ribbon.chosen);
-  const down = { ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20 }[event.key], along = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+  const down = DOWN[event.key], along = ALONG[event.key];
   if (!lanes.length || (down === undefined && along === undefined)) return;
   event.preventDefault();
-  const row = lanes[Math.min(lanes.length - 1, Math.max(0, here < 0 ? 0 : here + (down ?? 0)))], told = story(row.id);
+  const row = lanes[Math.min(lanes.length - 1, Math.max(0, here < 0 ? 0 : here + (down ?? 0)))];
+  const told = story(row.id);
   const start = ribbon.chosen === row.id && ribbon.event !== null ? ribbon.event : told.length - 1;
   ribbon.event = Math.min(told.length - 1, Math.max(0, down !== undefined ? told.length - 1 : start + along));
   ribbon.chosen = row.id;
@@ -220,12 +239,15 @@ function onKey(event) {
 // The versions that are served now, newest first, each with its colour.
 function showVersions(state) {
   const counts = new Map();
-  for (const it of Object.values(state.workers)) if (it.alive !== false) counts.set(it.version ?? null, (counts.get(it.version ?? null) ?? 0) + 1);
+  for (const { alive, version = null } of Object.values(state.workers)) {
+    if (alive !== false) counts.set(version, (counts.get(version) ?? 0) + 1);
+  }
   const found = [...counts].sort((a, b) => (b[0] ?? -1) - (a[0] ?? -1));
   const made = found.slice(0, 8).map(([version, number]) => {
     const swatch = el("i", { class: "swatch" });
-    swatch.style.background = version === null ? UNKNOWN : versionColour(version);
-    return el("span", { class: "key", role: "listitem" }, swatch, `${version === null ? "no version" : `v${version}`}: ${count(number)}`);
+    swatch.style.background = versionColour(version);
+    const name = version === null ? "no version" : `v${version}`;
+    return el("span", { class: "key", role: "listitem" }, swatch, `${name}: ${count(number)}`);
   });
   if (found.length > 8) made.push(el("span", { class: "weak", role: "listitem" }, `and ${found.length - 8} more`));
   byId("versions").replaceChildren(...made);
@@ -242,7 +264,8 @@ export function showRibbon(state, changed, at = null) {
     ribbon.wanted = wanted;
     layOut();
     const hidden = ribbon.all.length - ribbon.rows.length;
-    put(byId("workers-told"), `${count(ribbon.rows.length)} lanes${hidden ? `, ${count(hidden)} filtered out` : ""} · ${state.mode === "journal" ? "whole run" : "last 15 min"}`);
+    const told = `${count(ribbon.rows.length)} lanes${hidden ? `, ${count(hidden)} filtered out` : ""}`;
+    put(byId("workers-told"), `${told} · ${state.mode === "journal" ? "whole run" : "last 15 min"}`);
   }
   drawRibbon();
 }
@@ -251,7 +274,12 @@ export function startRibbon() {
   const canvas = byId("ribbon"), again = () => { if (ribbon.state) showRibbon(ribbon.state, null, ribbon.mark); };
   canvas.addEventListener("pointermove", point);
   canvas.addEventListener("pointerdown", point);
-  for (const name of ["pointerleave", "blur"]) canvas.addEventListener(name, () => { ribbon.hover = ribbon.chosen = ribbon.event = null; say(""); drawRibbon(); });
+  const leave = () => {
+    ribbon.hover = ribbon.chosen = ribbon.event = null;
+    say("");
+    drawRibbon();
+  };
+  for (const name of ["pointerleave", "blur"]) canvas.addEventListener(name, leave);
   canvas.addEventListener("keydown", onKey);
   byId("lanes").addEventListener("scroll", drawRibbon, { passive: true });
   byId("workers-filter").addEventListener("input", again);

@@ -5,16 +5,22 @@ import { showRollout } from "./tokens.js";
 
 const listing = { at: null, now: 0, next: null, seen: new Set(), asked: 0 };
 const nameOf = (job, sample) => JSON.stringify([job, sample ?? 0]);
-const versionsOf = (row) => (row.oldest_version === row.newest_version ? row.newest_version ?? "–" : `${row.oldest_version ?? "?"}–${row.newest_version ?? "?"}`);
+function versionsOf({ oldest_version: oldest, newest_version: newest }) {
+  return oldest === newest ? newest ?? "–" : `${oldest ?? "?"}–${newest ?? "?"}`;
+}
 
 const shortId = (id) => (String(id).length > 20 ? `${String(id).slice(0, 8)}…${String(id).slice(-6)}` : String(id));
 
 function rowOf(row) {
-  const opens = el("button", { type: "button", class: "plain text", title: visible(row.job_id), click: () => open(row.job_id, row.sample) }, `${shortId(row.job_id)} · ${row.sample ?? 0}`);
+  const click = () => open(row.job_id, row.sample), name = `${shortId(row.job_id)} · ${row.sample ?? 0}`;
+  const opens = el("button", { type: "button", class: "plain text", title: visible(row.job_id), click }, name);
   const told = [row.fate ?? row.state, row.why].filter(Boolean).join(": ");
   const kind = row.fate === "trained" ? "good" : row.state === "dead" ? "bad" : row.fate === "dropped" ? "warn" : "note";
-  const made = el("tr", {}, el("td", {}, moment(row.at, listing.now)), el("td", {}, opens), el("td", { class: `text ${kind}`, title: row.finish_reason ? `finish reason: ${row.finish_reason}` : null }, told),
-    el("td", { class: "n" }, count(row.tokens)), el("td", { class: "n" }, versionsOf(row)), el("td", { class: "n" }, figure(row.reward)), el("td", { class: "text" }, row.worker));
+  const title = row.finish_reason ? `finish reason: ${visible(row.finish_reason)}` : null;
+  const number = (text) => el("td", { class: "n" }, text);
+  const made = el("tr", {},
+    el("td", {}, moment(row.at, listing.now)), el("td", {}, opens), el("td", { class: `text ${kind}`, title }, told),
+    number(count(row.tokens)), number(versionsOf(row)), number(figure(row.reward)), el("td", { class: "text" }, row.worker));
   made.dataset.name = nameOf(row.job_id, row.sample);
   return made;
 }
@@ -55,9 +61,11 @@ async function fill(more) {
   const fresh = found.rows.filter((row) => !listing.seen.has(nameOf(row.job_id, row.sample)));
   for (const row of fresh) listing.seen.add(nameOf(row.job_id, row.sample));
   byId("rollouts-rows").append(...fresh.map(rowOf));
-  listing.next = found.next === undefined ? (found.rows.length >= 50 && fresh.length ? found.rows.at(-1).at : null) : found.next;
+  const guessed = found.rows.length >= 50 && fresh.length ? found.rows.at(-1).at : null;
+  listing.next = found.next === undefined ? guessed : found.next;
   byId("rollouts-older").hidden = listing.next === null;
-  put(byId("rollouts-told"), listing.seen.size ? `newest ${count(listing.seen.size)}, as of ${moment(listing.at ?? listing.now, listing.now)}` : "none that matches");
+  const { size } = listing.seen, asOf = moment(listing.at ?? listing.now, listing.now);
+  put(byId("rollouts-told"), size ? `newest ${count(size)}, as of ${asOf}` : "none that matches");
 }
 
 // at: in history no rollout is later.

@@ -1,4 +1,6 @@
 // Where states come from: the server's events, its journal, or the file that this page is.
+import { isKnown } from "./dom.js";
+
 const SILENT_MS = 5000, AGAIN_MS = 3000;
 const inFile = document.getElementById("run");
 export const embedded = inFile ? JSON.parse(inFile.textContent) : null;
@@ -51,7 +53,7 @@ export function past() {
   return async (at) => frames.findLast((frame) => frame.at <= at) ?? frames[0];
 }
 
-const query = (given) => new URLSearchParams(Object.entries(given).filter(([, value]) => value !== "" && value !== null && value !== undefined));
+const query = (given) => new URLSearchParams(Object.entries(given).filter(([, value]) => value !== "" && isKnown(value)));
 
 // Rows of the list of rollouts, newest first: {rows, next}. cursor: where the rows before ended. at: none is later.
 export async function rows(wanted, cursor, at) {

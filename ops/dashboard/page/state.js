@@ -15,7 +15,10 @@ export function merged(target, patch) {
   return made;
 }
 
-const EMPTY = { verdict: {}, workers: {}, publishes: [], staleness: {}, flow: {}, versions: {}, failures: [], alarms: [], lanes: {}, series: { at: [] } };
+const EMPTY = {
+  verdict: {}, workers: {}, publishes: [], staleness: {}, flow: {}, versions: {}, failures: [], alarms: [],
+  lanes: {}, series: { at: [] },
+};
 
 // A whole state. What it leaves out of lanes, series and publishes is kept from the one before.
 export function whole(given, before) {

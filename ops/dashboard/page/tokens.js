@@ -1,5 +1,5 @@
 // One rollout: its facts, the tree of its turns, and its tokens, coloured by what one asks.
-import { byId, clock, count, el, figure, moment, put, visible } from "./dom.js";
+import { byId, clock, count, definitions, el, figure, isKnown, put } from "./dom.js";
 import { versionColour } from "./palette.js";
 
 const AT_ONCE = 4000;
@@ -7,7 +7,7 @@ const WAYS = { version: "version", logprob: "logprob", mask: "mask", leg: "leg",
 const LEGS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"];
 const HEAT = "var(--heat)";
 const tint = (colour, share) => `color-mix(in srgb, ${colour} ${Math.round(100 * Math.min(1, Math.max(0, share)))}%, transparent)`;
-const shown = { way: "version", texts: true, rollout: null };
+const shown = { way: "version", texts: true };
 
 function back(token) {
   if (shown.way === "version") return Number.isInteger(token.version) ? tint(versionColour(token.version), 0.3) : "";
@@ -29,8 +29,8 @@ function facts(token, index, rollout) {
   if (rollout.legs?.includes(index)) told.push("here a new request to an engine began");
   if (rollout.in_place?.includes(index)) told.push("here weights were switched in place");
   if (typeof token.entropy === "number") told.push(`entropy ${figure(token.entropy)}`);
-  if (token.mismatch !== null && token.mismatch !== undefined) told.push(`replay's logprob differs by ${figure(token.mismatch)}`);
-  if (token.replayed !== null && token.replayed !== undefined) told.push(`the replay has ${token.replayed}${token.replayed_text ? ` ${JSON.stringify(token.replayed_text)}` : ""}`);
+  if (isKnown(token.mismatch)) told.push(`replay's logprob differs by ${figure(token.mismatch)}`);
+  if (isKnown(token.replayed)) told.push(`the replay has ${token.replayed} ${JSON.stringify(token.replayed_text ?? "")}`);
   return told.join(" · ");
 }
 
@@ -40,18 +40,19 @@ function drawn(token, index, rollout) {
   if (token.mask === 0) made.classList.add("masked");
   if (rollout.in_place?.includes(index)) made.classList.add("switch");
   else if (index && rollout.legs?.includes(index)) made.classList.add("leg");
-  if (token.replayed !== null && token.replayed !== undefined) made.classList.add("other");
+  if (isKnown(token.replayed)) made.classList.add("other");
   if (rollout.verdict?.at === index) made.classList.add("first");
   made.dataset.index = index;
   made.style.backgroundColor = back(token);
   return made;
 }
 
+const some = (values) => [...new Set(values)].filter(Number.isInteger).slice(0, 12);
 const legendOf = {
-  version: (tokens) => [...new Set(tokens.map((it) => it.version))].filter(Number.isInteger).slice(0, 12).map((it) => [tint(versionColour(it), 0.3), `v${it}`]),
+  version: (tokens) => some(tokens.map((it) => it.version)).map((it) => [tint(versionColour(it), 0.3), `v${it}`]),
   logprob: () => [-0.1, -1, -4].map((it) => [tint(HEAT, -it / 10), figure(it)]),
   mask: () => [[tint("var(--good)", 0.25), "trained on"], ["transparent", "masked: struck through"]],
-  leg: (tokens) => [...new Set(tokens.map((it) => it.leg ?? 0))].slice(0, 12).map((it) => [tint(LEGS[it % LEGS.length], 0.3), `leg ${it}`]),
+  leg: (tokens) => some(tokens.map((it) => it.leg ?? 0)).map((it) => [tint(LEGS[it % LEGS.length], 0.3), `leg ${it}`]),
   mismatch: () => [0.01, 0.1, 1].map((it) => [tint(HEAT, 0.1 + 0.5 * it), figure(it)]),
 };
 
@@ -85,12 +86,14 @@ function tree(rollout, open) {
   const turns = (rollout.turns ?? []).slice(0, 500);
   if (turns.length < 2) return null;
   const depths = [];
-  turns.forEach((turn, index) => { depths.push(Number.isInteger(turn.parent) && turn.parent >= 0 && turn.parent < index ? depths[turn.parent] + 1 : 0); });
+  for (const { parent } of turns) depths.push(isKnown(depths[parent]) ? depths[parent] + 1 : 0);
   const items = turns.map((turn, index) => {
     const here = turn.job_id === rollout.job_id && (turn.sample ?? 0) === (rollout.sample ?? 0), swatch = el("i", { class: "swatch" });
     swatch.style.background = versionColour(turn.version);
-    const told = [`turn ${turn.turn}`, `${count(turn.tokens)} tokens`, `v${turn.version ?? "–"}`, turn.reward === null || turn.reward === undefined ? null : `reward ${figure(turn.reward)}`].filter(Boolean).join(" · ");
-    const item = el("li", {}, el("button", { type: "button", class: "plain", "aria-current": String(here), click: () => open(turn.job_id, turn.sample) }, swatch, told));
+    const told = [`turn ${turn.turn}`, `${count(turn.tokens)} tokens`, `v${turn.version ?? "–"}`];
+    if (isKnown(turn.reward)) told.push(`reward ${figure(turn.reward)}`);
+    const given = { type: "button", class: "plain", "aria-current": String(here) };
+    const item = el("li", {}, el("button", { ...given, click: () => open(turn.job_id, turn.sample) }, swatch, told.join(" · ")));
     item.style.paddingInlineStart = `${Math.min(12, depths[index])}rem`;
     return item;
   });
@@ -99,35 +102,54 @@ function tree(rollout, open) {
 
 function factsOf(rollout) {
   const given = Object.entries(rollout.facts ?? {}).map(([name, text]) => [name, String(text)]);
-  if (rollout.cached_tokens !== null && rollout.cached_tokens !== undefined) given.push(["tokens from the prefix cache", count(rollout.cached_tokens)]);
-  for (const note of rollout.notes ?? []) {
-    const { at, ...others } = note, told = Object.entries(others).map(([name, value]) => `${name} = ${typeof value === "string" ? value : JSON.stringify(value)}`).join(", ");
-    given.push([typeof at === "number" ? `noted at ${clock(at)}` : "noted", told]);
+  if (isKnown(rollout.cached_tokens)) given.push(["from the prefix cache", `${count(rollout.cached_tokens)} tokens`]);
+  const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  for (const { at, ...others } of rollout.notes ?? []) {
+    const told = Object.entries(others).map(([name, value]) => `${name} = ${plain(value)}`).join(", ");
+    given.push([isKnown(at) ? `noted at ${clock(at)}` : "noted", told]);
   }
-  return el("dl", { class: "facts-list" }, ...given.slice(0, 60).flatMap(([name, text]) => [el("dt", { class: "text" }, name), el("dd", { class: "text" }, text)]));
+  return definitions(given.slice(0, 60));
 }
 
 function promptOf(rollout) {
   const { ids = [], text = null } = rollout.prompt ?? {};
   const whole = (Array.isArray(text) ? text.join("") : text) ?? ids.join(" ");
-  return el("details", {}, el("summary", {}, `Prompt, ${count(ids.length)} tokens`), el("pre", { class: "text", tabindex: 0 }, whole.slice(0, 100000)));
+  const summary = el("summary", {}, `Prompt, ${count(ids.length)} tokens`);
+  return el("details", {}, summary, el("pre", { class: "text", tabindex: 0 }, whole));
 }
 
-const eventsOf = (rollout) => (rollout.events?.length
-  ? el("details", {}, el("summary", {}, `What happened to it, ${count(rollout.events.length)} events`), el("ol", { class: "events" }, ...rollout.events.slice(0, 200).map((it) => el("li", { class: "text" }, el("span", { class: "weak" }, clock(it.at)), " ", it.text))))
-  : null);
+function eventsOf({ events = [] }) {
+  if (!events.length) return null;
+  const items = events.map((it) => el("li", { class: "text" }, el("span", { class: "weak" }, clock(it.at)), " ", it.text));
+  const summary = el("summary", {}, `What happened to it, ${count(events.length)} events`);
+  return el("details", {}, summary, el("ol", { class: "events", tabindex: 0 }, ...items));
+}
 
 function verdictOf(rollout, jump) {
   const { verdict } = rollout;
   if (!verdict) return null;
   const kind = { same: "good", differs: "bad" }[verdict.state] ?? "warn";
-  const to = Number.isInteger(verdict.at) ? el("button", { type: "button", click: () => jump(verdict.at) }, `Go to token ${count(verdict.at)}`) : null;
-  return el("p", { class: "line" }, el("span", { class: `chip ${kind}` }, `replay: ${verdict.state}`), " ", el("span", { class: "text" }, verdict.text), " ", to);
+  const made = el("p", {}, el("span", { class: `chip ${kind}` }, `replay: ${verdict.state}`), " ");
+  made.append(el("span", { class: "text" }, verdict.text), " ");
+  if (isKnown(verdict.at)) {
+    made.append(el("button", { type: "button", click: () => jump(verdict.at) }, `Go to token ${count(verdict.at)}`));
+  }
+  return made;
+}
+
+function samplesOf({ job_id: job, sample = 0, samples = 1 }, open) {
+  if (samples < 2) return null;
+  const buttons = Array.from({ length: Math.min(64, samples) }, (_, at) => {
+    const given = { type: "button", "aria-current": String(at === sample), "aria-label": `Sample ${at}` };
+    return el("button", { ...given, click: () => open(job, at) }, String(at));
+  });
+  return el("p", { class: "samples" }, "Samples of this job: ", ...buttons);
 }
 
 // Of a long rollout a part is drawn, and more on demand.
 function tokensOf(rollout, say) {
-  const box = el("div", { class: "tokens text", tabindex: 0, role: "group", "aria-label": "Tokens; the arrow keys go from one to the next" });
+  const label = "Tokens; the arrow keys go from one to the next";
+  const box = el("div", { class: "tokens text", tabindex: 0, role: "group", "aria-label": label });
   const more = el("button", { type: "button", click: () => grow(AT_ONCE) });
   let until = 0;
   const grow = (by) => {
@@ -158,17 +180,15 @@ function tokensOf(rollout, say) {
 
 // open: a call that shows another rollout.
 export function showRollout(rollout, open) {
-  Object.assign(shown, { rollout });
   rollout.tokens ??= [];
   const line = el("p", { class: "facts text", role: "status" }, "Point at a token, or go there with the arrow keys.");
   const { box, more, jump } = tokensOf(rollout, (index) => put(line, facts(rollout.tokens[index], index, rollout)));
   const legend = el("span", { class: "legend" }), again = () => paint(box, rollout, legend);
   const texts = el("input", { type: "checkbox", change: (event) => { shown.texts = event.target.checked; again(); } });
   texts.checked = shown.texts;
-  const siblings = Math.min(64, rollout.samples ?? 1);
-  const others = siblings > 1 ? el("p", { class: "samples" }, "Samples of this job: ", ...Array.from({ length: siblings }, (_, at) => el("button", { type: "button", "aria-current": String(at === (rollout.sample ?? 0)), "aria-label": `Sample ${at}`, click: () => open(rollout.job_id, at) }, String(at)))) : null;
   byId("rollout").replaceChildren(...[
-    el("h3", { class: "text" }, `${rollout.job_id} · sample ${rollout.sample ?? 0}`), verdictOf(rollout, jump), others, factsOf(rollout), tree(rollout, open), promptOf(rollout), eventsOf(rollout),
+    el("h3", { class: "text" }, `${rollout.job_id} · sample ${rollout.sample ?? 0}`), verdictOf(rollout, jump),
+    samplesOf(rollout, open), factsOf(rollout), tree(rollout, open), promptOf(rollout), eventsOf(rollout),
     el("div", { class: "tools" }, ways(rollout, again), el("label", {}, texts, "as text"), legend), box, more, line].filter(Boolean));
   again();
 }

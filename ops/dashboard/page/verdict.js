@@ -1,7 +1,10 @@
 // What one decides by: the verdict, the pool's figures, and alarms with their paragraphs.
-import { bare, byId, count, el, keyed, lasting, moment, percent, put, short, since } from "./dom.js";
+import { bare, byId, count, el, keyed, keyedOrNone, lasting, moment, percent, put, short, since } from "./dom.js";
 
-const STATES = bare({ healthy: "good", idle: "note", syncing: "note", starved: "warn", saturated: "warn", staleness: "warn", standing: "bad", broken: "bad" });
+const STATES = bare({
+  healthy: "good", idle: "note", syncing: "note", starved: "warn", saturated: "warn", staleness: "warn",
+  standing: "bad", broken: "bad",
+});
 const GLYPHS = { good: "✓", note: "·", warn: "!", bad: "✕" };
 const SEVERITIES = bare({ error: "bad", warn: "warn", note: "note" });
 
@@ -56,10 +59,11 @@ export function showAlarms(state, changed) {
   if (changed && !changed.has("alarms")) return;
   const alarms = state.alarms ?? [];
   badge("alarms-count", alarms.filter((it) => it.severity !== "note").length);
-  const make = () => el("li", {}, el("p", { class: "line" }, el("span", { class: "chip" }), " ", el("b", { class: "text" }), " ", el("span", { class: "weak" })),
-    el("p", { class: "evidence text" }), el("p", { class: "prose text" }), el("p", { class: "weak" }, "Read further: ", el("code", { class: "text" })));
-  keyed(byId("alarms-list"), alarms.length ? alarms : [null], (it) => it?.id ?? "none", (it) => (it ? make() : el("li", { class: "weak" }, "No alarm.")), (node, it) => {
-    if (!it) return;
+  const make = () => el("li", {},
+    el("p", {}, el("span", { class: "chip" }), " ", el("b", { class: "text" }), " ", el("span", { class: "weak" })),
+    el("p", { class: "evidence text" }), el("p", { class: "prose text" }),
+    el("p", { class: "weak" }, "Read further: ", el("code", { class: "text" })));
+  keyedOrNone(byId("alarms-list"), alarms, "No alarm.", make, (node, it) => {
     const kind = SEVERITIES[it.severity] ?? "note", [line, evidence, prose, further] = node.children, [chip, title, told] = line.children;
     chip.className = `chip ${kind}`;
     put(chip, `${GLYPHS[kind]} ${it.severity}`);
@@ -76,8 +80,14 @@ export function showAlarms(state, changed) {
 // Says in a bar that Redis or the server is silent, and since when.
 export function showSilence(state, serverSince, problem) {
   const told = [];
-  if (serverSince !== null) told.push(`The dashboard's server is silent since ${moment(serverSince, serverSince)}. What is below is from then; this page connects again by itself.`);
-  else if (state?.silent_s > 3) told.push(`Redis has not answered for ${lasting(state.silent_s)}, since ${moment(state.at - state.silent_s, state.at)}. What is below is from then; the server asks again by itself.`);
+  if (serverSince !== null) {
+    told.push(`The dashboard's server is silent since ${moment(serverSince, serverSince)}.`);
+    told.push("What is below is from then; this page connects again by itself.");
+  } else if (state?.silent_s > 3) {
+    const from = moment(state.at - state.silent_s, state.at);
+    told.push(`Redis has not answered for ${lasting(state.silent_s)}, since ${from}.`);
+    told.push("What is below is from then; the server asks again by itself.");
+  }
   if (problem) told.push(problem);
   put(byId("silence"), told.join(" "));
 }

@@ -50,7 +50,7 @@ def visit(browser: Browser, serve: object) -> Iterator[Callable[..., Page]]:
     def visited(
         url: str, *, width: int = 1440, scheme: Any = "light", expected: tuple[str, ...] = (), wait: bool = True
     ) -> Page:
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, timezone_id="UTC")
         errors: list[str] = []
         opened.append((page, errors, expected))
         page.on("console", lambda said: errors.append(said.text) if said.type in ("error", "warning") else None)

@@ -172,7 +172,10 @@ def replay() -> Json:
         "samples": 40,
         "states": {"same": 31, "differs": 7, "unverified": 2},
         "limits": {"logprob": 0.05},
-        "engines": {"recorded": [], "replayed": []},
+        "engines": {
+            "recorded": [{"samples": 40, "fingerprint": {"sglang": "0.5.22", "torch": "2.13.0"}}],
+            "replayed": [{"samples": 40, "fingerprint": {"sglang": "0.5.23", "torch": "2.13.0"}}],
+        },
         "unread": 0,
         "reasons": [{"reason": "another token", "samples": 7}],
         "total": tally,

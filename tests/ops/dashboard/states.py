@@ -91,6 +91,7 @@ def faults() -> Json:
     leaves = [span for span in state["lanes"]["gpu-01-6"]["spans"] if span[0] < NOW - 200]
     leaves[-1][1] = NOW - 200
     state["lanes"]["gpu-01-6"]["spans"] = [*leaves, [NOW - 200, None, newest - 2, "draining"]]
+    state["lanes"]["gpu-01-6"]["ticks"] = [it for it in state["lanes"]["gpu-01-6"]["ticks"] if it[0] < NOW - 200]
     state["lanes"]["gpu-00-2"]["ticks"].append([NOW - 310, "stall", newest - 2, "no token for 31 s"])
     for name in ("gpu-00-1", "gpu-00-5"):
         state["lanes"][name]["ticks"].append(

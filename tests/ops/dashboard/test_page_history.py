@@ -115,6 +115,8 @@ def test_a_replays_report_is_part_of_it(as_file: Callable[..., str], visit: Visi
 
     page = visit(as_file({"replay": rollouts.replay()}), wait=False, width=width, scheme=scheme)
     page.get_by_text("7 of 40 samples differ, 2 could not be verified").wait_for()
+    assert page.locator("#replay-body tr.bad th, #replay-body tr.bad td").first.inner_text() == "sglang"
+    assert "28 better ones are not listed" in page.locator("#replay-body").inner_text()
     page.get_by_role("button", name="0199f3c2-0001.0").click()
     assert page.locator(".token.other").count() == 2
     page.get_by_role("button", name="Go to token 12").click()
