@@ -14,6 +14,7 @@ from .journal import complain
 from .options import Json, LogLevel, Pool, RedisUrl, finite, log_to_stderr, say
 
 if TYPE_CHECKING:
+    from ..dashboard import History, Rollouts
     from ..journal import TextOf
 
 Tokenizer = Annotated[str | None, typer.Option(help="Model or tokenizer.json that turns tokens into text.")]
@@ -88,7 +89,7 @@ def dashboard(
     asyncio.run(run())
 
 
-def _recorded(journal, tokenizer):  # type: ignore[no-untyped-def]
+def _recorded(journal: str, tokenizer: str | None) -> tuple[History, Rollouts]:
     from ..dashboard import Rollouts, load
 
     history = load(journal)

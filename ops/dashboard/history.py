@@ -48,7 +48,7 @@ class History:
         self.attempts = recording.attempts.frame()
         self.tracks = tracks_of(recording, self.attempts, self.samples)
         self.refusals = refusals_of(recording)
-        self.publishes = [[at, v, *told] for (at, v), told in sorted(recording.publishes.items())]
+        self.publishes: list[list[Any]] = [[at, v, *told] for (at, v), told in sorted(recording.publishes.items())]
         self.job_names = list(recording.job_ids)
         self.began = recording.first if math.isfinite(recording.first) else 0.0
         self.ended = recording.last if math.isfinite(recording.last) else 0.0

@@ -172,7 +172,7 @@ class Ribbon:
             del self.lanes[name]
         for events in (self.deaths, self.refusals, self.restarts, self.stalls, self.publishes):
             while events and events[0][0] < before:
-                events.pop(0)  # type: ignore[attr-defined]
+                events.pop(0)
         return gone
 
 

@@ -103,12 +103,12 @@ def alarms_of(moment: Moment) -> list[Alarm]:
 
 def verdict_of(moment: Moment, alarms: Sequence[Alarm], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The contract's verdict. before: the one of a moment ago, which says since when a state lasts."""
-    state, title, todo, since = _state(moment)
+    state, title, first, since = _state(moment)
     why = [moment.scale[1]] if moment.scale is not None and moment.scale[1] else []
     why += [f"{alarm.title}: {alarm.evidence}" for alarm in alarms if alarm.severity != "note"][:4]
     if since is None:
         since = before["since"] if before is not None and before["state"] == state else moment.at
-    todo = [line for line in (todo, *(alarm.text for alarm in alarms if alarm.severity == "error")) if line]
+    todo = [line for line in (first, *(alarm.text for alarm in alarms if alarm.severity == "error")) if line]
     return {"state": state, "since": since, "title": title, "why": why, "todo": list(dict.fromkeys(todo))[:4]}
 
 
@@ -232,7 +232,9 @@ def reward_fell(rewards: Mapping[int, Rewards]) -> tuple[int, float, float] | No
         one, other = (_sum(rewards, part) for part in (versions[:place], versions[place:]))
         if min(one.n, other.n) < LEAST:
             continue
-        before, after = one.total / one.n, other.total / other.n
+        before, after, first = (it.total / it.n for it in (one, other, rewards[versions[place]]))
+        if first > (before + after) / 2:
+            continue  # this version was still good
         error = math.sqrt(_variance(one) / one.n + _variance(other) / other.n)
         sure = (before - after) / max(error, 1e-9 + 1e-3 * abs(before))
         if sure >= SURE and (best is None or sure > best[0]):

@@ -61,7 +61,9 @@ class Columns:
 
     def __init__(self, **kinds: str) -> None:
         self._parts = {name: array(kind) for name, kind in kinds.items()}
-        self._empty = [(self._parts[name], NAN if kind == "d" else 0) for name, kind in kinds.items()]
+        self._empty: list[tuple[Any, float]] = [
+            (self._parts[name], NAN if kind == "d" else 0) for name, kind in kinds.items()
+        ]
         self.rows = 0
 
     def add(self) -> int:

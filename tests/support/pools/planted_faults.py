@@ -22,7 +22,8 @@ from rolloutmq.producer.control import PoolControl
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 VERSIONS, FLIPPED, BATCH = 16, 10, 8
-DEATHS = 4
+DEATHS = (3, 6, 9, 12)
+"""After these versions a worker dies."""
 SAMPLING = SamplingParams(max_new_tokens=16)
 LONG = SamplingParams(max_new_tokens=2000)
 
@@ -54,7 +55,7 @@ async def run_with_faults(url: str, folder: Path) -> Planted:
                 for version in range(1, VERSIONS + 1):
                     assert (await publish(source, version)).state == "committed"
                     await _train(client, version)
-                    if version % 4 == 0:
+                    if version in DEATHS:
                         await _die(url, client, settings, run)
                     if version == FLIPPED + 1:
                         await _ask_in_vain(url, client, settings, run)
@@ -78,10 +79,12 @@ async def _die(url: str, client: RolloutClient, settings: Any, run: Planted) -> 
     """A worker comes, takes a long job, and is gone without a word."""
     async with worker(url, engine=ScriptedEngine(tokens_per_s=200.0), checkpoint_s=0.1, **settings) as running:
         await eventually(lambda: running.status.state == "serving")
-        await client.submit_many([GenerateJob(token_ids=[9, n], n=2, sampling=LONG) for n in range(9)])
+        handles = await client.submit_many([GenerateJob(token_ids=[9, n], n=2, sampling=LONG) for n in range(9)])
         await eventually(lambda: sum(running.sampled) > 50)
         await running.die()
         run.dead.append(running.id)
+    for handle in handles:  # others take them again
+        await client.wait(handle, timeout=60)
 
 
 def damage(snapshots: Path) -> None:
