@@ -59,7 +59,7 @@ async def run_with_faults(url: str, folder: Path) -> Planted:
                         await _die(url, client, settings, run)
                     if version == FLIPPED + 1:
                         await _ask_in_vain(url, client, settings, run)
-                await eventually(lambda: source.snapshots_saved >= 1)
+                await eventually(lambda: newest(snapshots).name.endswith(f"{VERSIONS}"))
                 await _late(url, snapshots, settings, run)
     return run
 
@@ -79,7 +79,9 @@ async def _die(url: str, client: RolloutClient, settings: Any, run: Planted) -> 
     """A worker comes, takes a long job, and is gone without a word."""
     async with worker(url, engine=ScriptedEngine(tokens_per_s=200.0), checkpoint_s=0.1, **settings) as running:
         await eventually(lambda: running.status.state == "serving")
-        handles = await client.submit_many([GenerateJob(token_ids=[9, n], n=2, sampling=LONG) for n in range(9)])
+        preferred = {"prefer_worker": running.id, "prefer_s": 60.0}
+        jobs = [GenerateJob(token_ids=[9, n], n=2, sampling=LONG, **preferred) for n in range(2)]
+        handles = await client.submit_many(jobs)
         await eventually(lambda: sum(running.sampled) > 50)
         await running.die()
         run.dead.append(running.id)
@@ -87,10 +89,14 @@ async def _die(url: str, client: RolloutClient, settings: Any, run: Planted) -> 
         await client.wait(handle, timeout=60)
 
 
+def newest(snapshots: Path) -> Path:
+    """The folder of the newest version on disk."""
+    return max(snapshots.glob("v*"), key=lambda one: one.name, default=snapshots)
+
+
 def damage(snapshots: Path) -> None:
-    """One bit of the newest version on disk."""
-    newest = max(snapshots.glob("v*"), key=lambda one: one.name)
-    (file,) = newest.glob("*.safetensors")
+    """One bit of it."""
+    (file,) = newest(snapshots).glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
