@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from typer.testing import CliRunner
 
 from rolloutmq.messages.journal import read
 from rolloutmq.ops.cli.main import app
-from rolloutmq.ops.dashboard import Rollouts, load, page_of, report_of
+from rolloutmq.ops.dashboard import Rollouts, as_page, load, page_of, report_of
 from rolloutmq.ops.dashboard.rollouts import rows_of
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
@@ -155,3 +158,42 @@ def test_the_exported_page_has_the_run(run: Planted, history: Any) -> None:
     assert [(one["job_id"], one["sample"]) for one in told["rollouts"]] == [
         (one["job_id"], one["sample"]) for one in told["rows"]
     ]
+
+
+def test_the_exported_file_shows_each_cause_in_a_browser(
+    run: Planted, history: Any, visit: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It needs no server, and its own policy lets it work."""
+    file = tmp_path / "run.html"
+    file.write_text(as_page(page_of(history, Rollouts(str(run.journal), history))))
+    page = visit(file.as_uri())
+    assert page.locator("#verdict-title").inner_text() == "The run is over"
+    shown = page.locator("#alarms").inner_text()
+    for words in ("changed its sign", "on disk is damaged", "again and again", "ask for seed"):
+        assert words in shown
+    page.locator("#rollouts").scroll_into_view_if_needed()
+    page.locator("#rollouts-rows button").first.click()
+    page.get_by_text("reward", exact=False).first.wait_for()
+
+
+def test_a_served_journal_has_a_slider(run: Planted, history: Any, visit: Callable[..., Any]) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from rolloutmq.ops.entry import main; main()",
+        "dashboard",
+        "--port",
+        "0",
+        "--json",
+    ]
+    with subprocess.Popen([*command, "--journal", str(run.journal)], stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        page = visit(json.loads(served.stdout.readline())["url"])
+        assert "changed its sign" in page.locator("#alarms").inner_text()
+        page.locator("#history-at").evaluate(
+            "(it, at) => { it.value = at; it.dispatchEvent(new Event('input')); }", history.began + 0.01
+        )
+        page.locator("#alarms", has_not_text="changed its sign").wait_for()
+        page.close()
+        served.terminate()
+        assert served.wait(30) == 0
