@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -271,12 +270,6 @@ class History:
         ordered = np.maximum(0.0, waited[known][order])
         pairs = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
         return [round(float(np.percentile(ordered[a:b], 95)), 3) if b > a else None for a, b in pairs]
-
-    def newest_version(self, t: float) -> int | None:
-        """The pool's version at a time."""
-        times, versions = self._timeline
-        place = bisect_right(times.tolist(), t)
-        return int(versions[place - 1]) if place else None
 
     def fate(self, row: int) -> tuple[str | None, str]:
         """What became of a sample at the trainer, and why it was dropped."""

@@ -75,7 +75,8 @@ class Hub:
                 if viewer.behind:
                     viewer.begin()
                     yield self._whole()
-                yield await viewer.queue.get()
+                else:
+                    yield await viewer.queue.get()
         finally:
             self._viewers.discard(viewer)
 

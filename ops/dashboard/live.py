@@ -148,7 +148,7 @@ class LivePool:
         self, reading: Reading, view: PoolView, decision: Decision, ages: dict[str, dict[str, Any]]
     ) -> dict[str, Any]:
         pool, load = reading.pool, reading.pool.load
-        told = self._recent.told() if self._recent is not None else None
+        told = self._recent.told if self._recent is not None else None
         behind = told.staleness if told is not None else self._finished_staleness()
         moment = self._moment(reading, decision, behind)
         if told is not None:

@@ -35,7 +35,8 @@ class Told:
 
 
 class Recent:
-    """Follows a journal. `run` does so until it is cancelled; `history` is the newest that it has made."""
+    """Follows a journal; `run` does so until it is cancelled. history, told: what the last look made and found. Before
+    the first one `told` is None."""
 
     def __init__(self, folder: str) -> None:
         """Raises ConfigError if there is no such folder."""
@@ -43,7 +44,7 @@ class Recent:
         self._recording = Run()
         self._newest = -math.inf
         self.history = History(self._recording)
-        self._told: Told | None = None
+        self.told: Told | None = None
         read(folder)
 
     async def run(self) -> None:
@@ -61,16 +62,12 @@ class Recent:
         since, newest = self._newest - LATE_S, self._newest
         for entry in read(self.folder, since=since, on_problem=self._recording.problem):
             self._recording.add(entry)
-            newest = max(newest, entry.at)
+            newest = max(newest, min(entry.at, time.time()))  # a clock may be wrong
         history = self.history
         if newest > self._newest:
             self._newest, history = newest, History(self._recording)
         end = history.ended
         frame = history.state(end, brief=True)
         behind = history.staleness(end - WINDOW_S, end)
-        self._told = Told(frame["flow"]["consumed"], behind, frame["versions"], history.rewards(end))
+        self.told = Told(frame["flow"]["consumed"], behind, frame["versions"], history.rewards(end))
         return history
-
-    def told(self) -> Told | None:
-        """What the last look found; None before the first."""
-        return self._told

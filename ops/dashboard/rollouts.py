@@ -22,7 +22,6 @@ SHOWN_TOKENS = 8192
 SHOWN_PROMPT = 4096
 TURNS = 64
 FACTS, EVENTS, LONGEST = 40, 200, 400
-MOST_ROWS = 500
 
 
 def rows_of(
@@ -39,7 +38,6 @@ def rows_of(
     worker: a part of its name. outcome: trained, dropped, a finish reason, or failed for jobs that failed; "" for all
     samples.
     """
-    limit = max(1, min(limit, MOST_ROWS))
     if outcome in {"failed", "dead"}:
         return _failed_rows(history, limit, _place(before)[0])
     of = history.samples

@@ -114,7 +114,7 @@ def verdict_of(moment: Moment, alarms: Sequence[Alarm], before: Mapping[str, Any
 
 def _state(moment: Moment) -> tuple[State, str, str, float | None]:
     if moment.silent_s > SILENT_S:
-        told = f"Redis has not answered for {moment.silent_s:.0f} s"
+        told = ": ".join(filter(None, [f"Redis has not answered for {moment.silent_s:.0f} s", moment.trouble[:300]]))
         return "broken", told, "Start it again, or see what is between.", moment.at - moment.silent_s
     stops = [one for one in moment.reasons if one.stops and one.cause not in NO_FAULT]
     hard = next((one for one in moment.reasons if one.cause in BROKEN), None)

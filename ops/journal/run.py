@@ -126,7 +126,6 @@ class Run:
         self.committed: dict[int, float] = {}
         self.publishes: dict[tuple[float, int], tuple[str, str]] = {}
         self.failures: dict[str, Failed] = {}
-        self.took_back: list[float] = []
         self.counts: Counter[str] = Counter()
         self.lost = self.unread = 0
         self.first, self.last = math.inf, -math.inf
@@ -326,8 +325,6 @@ class Run:
             state = _STATES.get(_text(entry, "action"))
             if state is not None:
                 self._tell(worker, entry.at, "state", None, state)
-        elif what == "reaped" and _whole(data.get("workers")):
-            self.took_back.append(entry.at)
 
     def _lost(self, entry: Entry) -> None:
         if self._is_new(entry, "lost"):
