@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
-    with EmbeddedRedis() as server:
-        yield asyncio.run(run_with_faults(server.url, tmp_path_factory.mktemp("planted")))
+    """In a thread: Playwright, if it was used before, keeps an event loop in this one."""
+    with EmbeddedRedis() as server, ThreadPoolExecutor(1) as thread:
+        folder = tmp_path_factory.mktemp("planted")
+        yield thread.submit(asyncio.run, run_with_faults(server.url, folder)).result()
 
 
 @pytest.fixture(scope="module")
