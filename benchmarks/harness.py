@@ -24,6 +24,7 @@ BENCHMARKS = {
     "idle": ("broker.idle", "What many clients and workers cost Redis while they wait."),
     "engine": ("engine", "Tokens/s through the pool, by those of the same engine given the prompts directly."),
     "gateway": ("gateway", "One gateway: requests/s, added latency, open streams, tokens/s beside SGLang's server."),
+    "page": ("page", "The dashboard of 1,000 workers: its server, Redis, and a browser's first paint and updates."),
     "turns": ("turns", "Conversations through verl's server: prefix cache with and without its stickiness."),
     "episodes": ("episodes", "Episodes on two workers, one of which is killed: prefix cache, stalls, tokens lost."),
     "sync": ("sync.bench", "Weights into engines: raw broadcast, SGLang's own ways and ours, stalls, joins."),

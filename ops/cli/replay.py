@@ -25,7 +25,6 @@ from ..replay import (
     Settings,
     Verdict,
     Where,
-    as_html,
     recorded,
     replay_tokens,
     replaying,
@@ -209,9 +208,11 @@ def _judged(asked: Asked, judge: Callable[[Sequence[Recorded], Settings], list[V
             verdicts, _about(asked, settings), limit=limit, journal=asked.folder, unread=unread, text_of=text_of
         )
     if asked.html is not None:
+        from ..dashboard import as_page
+
         with writing("--html", asked.html):
             asked.html.parent.mkdir(parents=True, exist_ok=True)
-            asked.html.write_text(as_html(report), encoding="utf-8")
+            asked.html.write_text(as_page({"replay": report}), encoding="utf-8")
         lines.append(f"wrote {asked.html}")
     say({"summary": told, "report": report}, lines, asked.json)
     failed = told["differs"] > asked.threshold * told["samples"] or told["unverified"] > asked.allow_unverified

@@ -4,20 +4,25 @@ from .life import SHOWN_SAMPLES, Life, life_of
 from .lines import as_data, as_line, clock, plain
 from .live import Live, live_of
 from .recorded import Recorded, Span, Where, recorded
+from .run import FATES, Failed, Run, WorkerLife
 from .table import TABLES, Table, as_reader, export
 from .tokens import LEGEND, TextOf, coloured, texts_of
 
 __all__ = [
+    "FATES",
     "LEGEND",
     "SHOWN_SAMPLES",
     "TABLES",
+    "Failed",
     "Life",
     "Live",
     "Recorded",
+    "Run",
     "Span",
     "Table",
     "TextOf",
     "Where",
+    "WorkerLife",
     "as_data",
     "as_line",
     "as_reader",

@@ -11,6 +11,7 @@ from ..._lazy import lazy
 if TYPE_CHECKING:
     from .demand import PoolWatch
     from .exporter import Exporter, run_exporter, served
+    from .reading import Reading
 
-__all__ = ["Exporter", "PoolWatch", "run_exporter", "served"]
-__getattr__, __dir__ = lazy(__name__, __all__, ".demand", ".exporter")
+__all__ = ["Exporter", "PoolWatch", "Reading", "run_exporter", "served"]
+__getattr__, __dir__ = lazy(__name__, __all__, ".demand", ".reading", ".exporter")

@@ -1,7 +1,6 @@
 """Replay: recorded samples are taken from a journal, generated or scored again, and compared token by token."""
 
 from ..journal import Recorded, Span, Where, recorded
-from .page import as_html
 from .queued import generate_copies, waiting
 from .report import report_of, summary
 from .settings import Settings
@@ -15,7 +14,6 @@ __all__ = [
     "Span",
     "Verdict",
     "Where",
-    "as_html",
     "compared",
     "generate_copies",
     "recorded",

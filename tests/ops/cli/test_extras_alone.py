@@ -41,6 +41,9 @@ def test_a_command_runs_with_its_extra_alone(extra: str, words: list[str], redis
         ("cli", ["ops", "list", *REDIS], "rolloutmq[ops]"),
         ("cli", ["exporter", *REDIS], "rolloutmq[metrics]"),
         ("cli", ["gateway", *REDIS], "rolloutmq[gateway]"),
+        ("cli", ["dashboard", *REDIS], "rolloutmq[dashboard]"),
+        ("replay", ["report", "{folder}/none"], "there is no such folder"),
+        ("dashboard", ["report", "{folder}/none"], "there is no such folder"),
         ("cli", ["tiny-model", "{folder}/model"], "rolloutmq[sglang]"),
         ("cli", ["worker", "--model", "{folder}", *REDIS], "rolloutmq["),
         ("cli", ["demo"], "rolloutmq["),
@@ -71,6 +74,16 @@ def test_what_an_extra_does_not_bring_is_hidden() -> None:
     assert {"torch", "psutil", "rq", "zstandard"} <= set(hidden(("cli",)))
     assert not {"typer", "redis", "numpy", "rich", "yaml"} & set(hidden(("cli",)))
     assert "rq" not in hidden(("ops",))
+
+
+def test_the_dashboard_serves_with_its_extra_alone(redis_url: str) -> None:
+    told = command(["dashboard"], "dashboard", "--redis", redis_url, "--port", "0", "--json")
+    with subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        url = json.loads(served.stdout.readline())["url"]
+        assert httpx.get(url + "state").status_code == 200
+        served.send_signal(signal.SIGTERM)
+        assert served.wait(30) == 0
 
 
 def test_the_gateway_serves_with_its_extra_alone(redis_url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -152,4 +153,5 @@ async def test_the_command_writes_a_report_and_knows_a_threshold(redis_db: str, 
     report = json.loads(above.stdout.splitlines()[-1])["report"]
     assert report["states"] == {"same": 1, "differs": 1, "unverified": 0}
     assert [row["job"] for row in report["listed"]] == [jobs[0].id, jobs[1].id]
-    assert "1 of 2 samples differ" in page.read_text()
+    (told,) = re.findall(r'<script type="application/json" id="run">(.*?)</script>', page.read_text())
+    assert json.loads(told)["replay"]["states"] == report["states"]

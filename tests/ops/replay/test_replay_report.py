@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
@@ -16,7 +12,7 @@ import pytest
 from support.specimens.messages import result
 
 from rolloutmq.messages import GenerateJob, RolloutResult, Segment
-from rolloutmq.ops.replay import Recorded, Verdict, as_html, compared, report_of, unverified
+from rolloutmq.ops.replay import Recorded, Verdict, compared, report_of, unverified
 from rolloutmq.ops.replay import report as module
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202egnp.exe\x07\x9b31m\ud800" + " " * 500_000
@@ -74,13 +70,6 @@ def test_both_sides_engines_stand_side_by_side_and_unread_samples_count() -> Non
     assert told["engines"]["recorded"] == [{"samples": 2, "fingerprint": {"device": "cpu"}}]
     assert told["engines"]["replayed"] == [{"samples": 2, "fingerprint": {"device": "cuda"}}]
     assert (told["samples"], told["states"]["unverified"], told["left_out"]["of_the_list"]) == (3, 3, 0)
-    shown = as_html(told)
-    for words in ("recorded, 2 samples", "replayed, 2 samples", "1 more samples could not be read", "redacted"):
-        assert words in shown
-
-
-def test_nothing_replayed_proves_nothing() -> None:
-    assert "No sample was replayed" in as_html(report_of([], {}))
 
 
 def test_a_report_is_bounded_and_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +80,6 @@ def test_a_report_is_bounded_and_says_what_it_left_out(monkeypatch: pytest.Monke
     assert told["left_out"] == {"of_the_list": 2, "token_by_token": 3}
     detail = told["listed"][0]["detail"]
     assert (detail["ids"], detail["left_out"], detail["prompt"], detail["prompt_left_out"]) == ([1, 2], 2, [6], 1)
-    shown = as_html(told)
-    for words in ("the 3 worst samples; 2 better ones", "3 are not", "2 are left out", "the first 1 tokens"):
-        assert words in shown
 
 
 def test_tokens_around_the_first_difference_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,35 +105,6 @@ def test_notes_for_each_token_masks_entropy_and_infinite_gaps() -> None:
     assert row["detail"]["entropy"] == pytest.approx([0.693, 0.0, 1.040, 0.394], abs=1e-3), (
         "what is not among the top counts as one token"
     )
-    assert "∞" in as_html(told)
-
-
-class Page(HTMLParser):
-    """The elements of a page, the text of its scripts and styles, and all other text."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.within: dict[str, list[str]] = {"script": [], "style": []}
-        self.text = ""
-        self._inside = ""
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._inside = tag
-        if tag in self.within:
-            self.within[tag].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside in self.within:
-            self.within[self._inside][-1] += data
-        else:
-            self.text += data
 
 
 def hostile(text_of: Callable[[int], str] | None = None) -> dict[str, Any]:
@@ -157,43 +114,7 @@ def hostile(text_of: Callable[[int], str] | None = None) -> dict[str, Any]:
     return report_of([verdict], {"command": HOSTILE}, journal=HOSTILE, unread=[HOSTILE], text_of=text_of)
 
 
-def test_no_text_harms_the_page() -> None:
-    one = Recorded(sample(0), None, 1.0, "c", {"a": "b", "deep": "c"})
-    plain = report_of([unverified(one, "why")], {"command": "c"})
-    html = as_html(hostile(lambda token: HOSTILE))
-    html.encode()
-    found = Page(html)
-    usual = {name for name, _ in Page(as_html(plain)).elements}
-    assert {name for name, _ in found.elements} <= usual
-    assert [about.get("type") for name, about in found.elements if name == "script"] == ["application/json", None]
-    allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "id", "type", "href", "open", "role"}
-    others = {"value", "min", "max", "scope", "placeholder", "size", "data-state", "data-place"}
-    assert {attribute for _, about in found.elements for attribute in about} <= allowed | others
-    assert not re.search("[\u202e\x07\x9b\ud800]", html)
-    assert "⟨U+202E⟩" in found.text
-    assert "alert(1)" in found.text, "it is shown, as text"
-    assert len(html) < 100_000, "texts are cut"
-    data = json.loads(found.within["script"][0])
-    assert data["texts"]["1"].startswith("</script><script>alert(1)")
-    assert len(data["texts"]["1"]) < 300
-
-
-def test_the_page_allows_its_own_script_alone_and_no_network() -> None:
-    html = as_html(hostile())
-    found = Page(html)
-    (policy,) = (about["content"] for _, about in found.elements if about.get("http-equiv"))
-    assert policy is not None
-    assert policy.startswith("default-src 'none'")
-    for kind, text in (("style", found.within["style"][0]), ("script", found.within["script"][1])):
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"{kind}-src 'sha256-{digest}'" in policy
-    assert not re.search(r"https?://|url\(|@import|innerHTML", html)
-    assert all(not about.keys() & {"src", "style", "onclick"} for _, about in found.elements)
-    assert all(str(about["href"]).startswith("#") for _, about in found.elements if "href" in about)
-
-
-def test_every_link_has_its_sample() -> None:
-    found = Page(as_html(report_of([replayed(index, gap=1e-3) for index in range(3)], {}))).elements
-    assert {f"#{about['id']}" for name, about in found if name == "details" and "id" in about} == {
-        about["href"] for name, about in found if name == "a"
-    }
+def test_texts_in_it_are_bounded() -> None:
+    told = json.dumps(hostile(lambda token: HOSTILE))
+    assert len(told) < 100_000, "texts are cut"
+    assert "alert(1)" in told

@@ -1,0 +1,289 @@
+"""A recorded run at any of its moments: the page's State, and the series over all of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...messages.errors import ConfigError
+from ...messages.journal import read
+from ...messages.model import PRIORITIES
+from ...messages.remote import without_secrets
+from ..journal import FATES, Run
+from .causes import Group, grouped
+from .tracks import refusals_of, tracks_of
+from .verdict import WINDOW_S, Moment, Rewards, alarms_of, verdict_of
+
+Float = npt.NDArray[np.float64]
+POINTS = 900
+VERSIONS = 200
+RATE_S = 60.0
+FULL, PATIENCE_S = 0.8, 60.0
+MOST_STALE = 64
+NO_WORKER = "no worker's journal is here: workers, deaths and idle time are known from results alone"
+
+
+def load(folder: str) -> History:
+    """Read a journal, whole. Raises ConfigError if there is no such folder, or nothing in it."""
+    recording = Run()
+    recording.take(read(folder, on_problem=recording.problem))
+    if not math.isfinite(recording.first):
+        raise ConfigError(f"journal {without_secrets(folder)!r}: it has no entry that can be read")
+    return History(recording, without_secrets(folder))
+
+
+class History:
+    """What a recording says at time T, in seconds since 1970. It must not be added to any more."""
+
+    def __init__(self, recording: Run, pool: str = "") -> None:
+        self.recording, self.pool = recording, pool
+        self.jobs, self.samples = recording.jobs.frame(), recording.samples.frame()
+        self.attempts = recording.attempts.frame()
+        self.tracks = tracks_of(recording, self.attempts, self.samples)
+        self.refusals = refusals_of(recording)
+        self.publishes: list[list[Any]] = [[at, v, *told] for (at, v), told in sorted(recording.publishes.items())]
+        self.job_names = list(recording.job_ids)
+        self.began = recording.first if math.isfinite(recording.first) else 0.0
+        self.ended = recording.last if math.isfinite(recording.last) else 0.0
+        self.own = any(life.own for life in recording.workers.values())
+        self._estimate_claims()
+        self._have = ~np.isnan(self.samples["at"])
+        self.deaths = sorted(track.died for track in self.tracks.values() if track.died is not None)
+        self.restarts = sorted(
+            (at, name)
+            for name, life in recording.workers.items()
+            for at, what, _, text in life.events
+            if what == "fault" and text.startswith("engine died")
+        )
+        self.behind = self._staleness()
+
+    def _estimate_claims(self) -> None:
+        """Where no worker says when it claimed a job, its first result does."""
+        of, samples = self.jobs, self.samples
+        began = samples["at"] - np.nan_to_num(samples["generating"]) - np.nan_to_num(samples["waiting"])
+        first = np.full(len(of["at"]), np.nan)
+        np.fmin.at(first, samples["job"], began)
+        of["claimed"] = np.where(np.isnan(of["claimed"]), first, of["claimed"])
+
+    @cached_property
+    def _timeline(self) -> tuple[Float, npt.NDArray[np.int64]]:
+        """When which version was the pool's newest: never older than before."""
+        found = sorted((at, version) for version, at in self.recording.committed.items())
+        times = np.array([at for at, _ in found], np.float64)
+        return times, np.maximum.accumulate(np.array([version for _, version in found], np.int64))
+
+    def _staleness(self) -> Float:
+        """(samples,) by how many versions each was behind when it was consumed; NaN for what was not, or is unknown."""
+        times, versions = self._timeline
+        samples = self.samples
+        behind = samples["stale"].copy()
+        if len(times):
+            place = np.searchsorted(times, samples["consumed"], "right") - 1
+            known = ~np.isnan(samples["consumed"]) & (place >= 0) & (samples["newest"] >= 0) & np.isnan(behind)
+            behind[known] = np.maximum(0, versions[place[known]] - samples["newest"][known])
+        return behind
+
+    # --- State at a time ---
+
+    def state(self, at: float | None = None, *, brief: bool = False) -> dict[str, Any]:
+        """The contract's State. brief: without lanes and series."""
+        end = self.ended
+        t = end if at is None or not math.isfinite(at) else max(self.began, min(at, end))
+        frame = self._frame(t, over=t >= end)
+        if brief:
+            return frame
+        lanes = {name: {"spans": it.spans, "ticks": it.ticks} for name, it in self.tracks.items() if it.spans}
+        return frame | {"lanes": lanes, "series": self.series}
+
+    def _frame(self, t: float, *, over: bool) -> dict[str, Any]:
+        since = self.began if over else t - WINDOW_S
+        flow, failures, versions = self._flow(t), self.failures(t), self._by_version(t)
+        stale = self.staleness(since, t)
+
+        def within(events: Sequence[Any]) -> list[Any]:
+            return [one for one in events if since <= one[0] <= t]
+
+        moment = Moment(
+            at=t, over=over, running=flow["running"], scale=self._scale(t, flow),
+            deaths=within(self.deaths), refusals=within(self.refusals), restarts=within(self.restarts),
+            failures=failures, stale=stale, rewards=self.rewards(t), unclaimed=self.unclaimed(t),
+            lost_entries=self.recording.lost,
+        )  # fmt: skip
+        alarms = alarms_of(moment)
+        verdict = verdict_of(moment, alarms)
+        if over and not self.own:
+            verdict["why"].append(NO_WORKER)
+        return {
+            "at": t, "pool": self.pool, "mode": "journal", "can_act": False, "began": self.began, "ended": self.ended,
+            "silent_s": 0.0, "verdict": verdict, "workers": self._workers(t), "publishes": self.publishes,
+            "staleness": {str(k): n for k, n in stale.items()}, "flow": flow, "versions": versions,
+            "failures": [group.as_data() | {"requeueable": False} for group in failures],
+            "alarms": [one.as_data() for one in alarms],
+        }  # fmt: skip
+
+    def _scale(self, t: float, flow: dict[str, Any]) -> tuple[str, str]:
+        """As the scaling policy names it, from what a journal has."""
+        serving = [name for name, track in self.tracks.items() if track.at(t)[0] == "serving"]
+        slots = sum(self.recording.workers[name].slots for name in serving)
+        waits, runs = flow["queued"], flow["running"]
+        told = f"{waits} jobs wait and {runs} run on {len(serving)} workers"
+        if not waits and not runs:
+            return "idle", told
+        if waits and not serving:
+            return "starting", told
+        if waits and runs:
+            return "starved", told
+        return ("unclaimed" if waits and slots else "balanced"), told
+
+    def _workers(self, t: float) -> dict[str, Any]:
+        here = self._have & (self.samples["at"] <= t) & (self.samples["at"] > t - RATE_S)
+        tokens = Counter[int]()
+        for worker, count in zip(
+            self.samples["worker"][here].tolist(), self.samples["tokens"][here].tolist(), strict=True
+        ):
+            tokens[worker] += count
+        begun = self.attempts["at"] <= t
+        running = Counter(self.attempts["worker"][begun & (self.attempts["end"] > t)].tolist())
+        found = {}
+        for name, track in self.tracks.items():
+            state, version = track.at(t)
+            dead = track.died is not None and track.died.at <= t
+            if not state or (state == "gone" and not dead):
+                continue
+            life, number = self.recording.workers[name], self.recording.names[name]
+            found[name] = {
+                "state": "dead" if dead else state, "version": version, "alive": not dead, "host": life.host,
+                "running": running[number], "max_running": life.slots, "restarts": sum(
+                    who == name and at <= t for at, who in self.restarts),
+                "tokens_per_s": round(tokens[number] / RATE_S, 1),
+            }  # fmt: skip
+        return found
+
+    def _flow(self, t: float) -> dict[str, Any]:
+        jobs, samples = self.jobs, self.samples
+        accepted, over = jobs["at"] <= t, jobs["end"] <= t
+        claimed = jobs["claimed"] <= t
+        waits = accepted & ~claimed & ~over
+        ages = {
+            name: _ages(t - jobs["at"][waits & (jobs["priority"] == place)]) for place, name in enumerate(PRIORITIES)
+        }
+        recent = self._have & (samples["at"] <= t) & (samples["at"] > t - RATE_S)
+        seconds = min(RATE_S, max(1.0, t - self.began))
+        return {
+            "queued": int(waits.sum()), "running": int((claimed & ~over).sum()), "ages": ages,
+            "done": int((over & (jobs["ok"] == 1)).sum()), "failed": int((over & (jobs["ok"] == 0)).sum()),
+            "consumed": int((samples["consumed"] <= t).sum()) if self.recording.counts["consumed"] else None,
+            "tokens_per_s": round(float(samples["tokens"][recent].sum()) / seconds, 1), "trainer_waits": None,
+        }  # fmt: skip
+
+    def staleness(self, since: float, t: float) -> dict[int, int]:
+        """Samples that were consumed in this time, by how many versions each was behind."""
+        here = (self.samples["consumed"] >= since) & (self.samples["consumed"] <= t) & ~np.isnan(self.behind)
+        found = Counter(np.minimum(self.behind[here], MOST_STALE).astype(int).tolist())
+        return dict(sorted(found.items()))
+
+    def _by_version(self, t: float) -> dict[str, Any]:
+        """Of samples by the newest version that sampled them."""
+        here = np.flatnonzero(self._have & (self.samples["at"] <= t) & (self.samples["newest"] >= 0))
+        newest = self.samples["newest"][here]
+        found: dict[str, Any] = {}
+        for version in np.unique(newest)[-VERSIONS:].tolist():
+            rows = here[newest == version]
+            found[str(version)] = {
+                "samples": len(rows), "reward": _mean(self.samples["reward"][rows]),
+                "staleness": _mean(self.behind[rows]), "tokens": int(self.samples["tokens"][rows].sum()),
+                "at": float(self.samples["at"][rows].min()),
+            }  # fmt: skip
+        return found
+
+    def rewards(self, t: float) -> dict[int, Rewards]:
+        """Of each version the samples with a reward."""
+        here = (
+            self._have & (self.samples["at"] <= t) & ~np.isnan(self.samples["reward"]) & (self.samples["newest"] >= 0)
+        )
+        reward, version = self.samples["reward"][here], self.samples["newest"][here]
+        numbers, place = np.unique(version, return_inverse=True)
+        sums = [np.bincount(place, weights, len(numbers)) for weights in (None, reward, reward**2)]
+        return {int(v): Rewards(int(n), float(s), float(q)) for v, n, s, q in zip(numbers, *sums, strict=True)}
+
+    def failures(self, t: float = math.inf) -> list[Group]:
+        """Jobs that failed, by cause."""
+        return grouped(one for one in self.recording.failures.values() if one.at <= t)
+
+    def unclaimed(self, t: float) -> list[tuple[str, int, float]]:
+        """Jobs that nobody had claimed by then, though later ones were: what they ask for, how many, since when."""
+        jobs = self.jobs
+        later = jobs["at"][jobs["claimed"] <= t]
+        until = min(np.nanmax(later, initial=-math.inf), t if t >= self.ended else t - PATIENCE_S)
+        waits = (jobs["at"] < until) & ~(jobs["claimed"] <= t) & ~((jobs["end"] <= t) & (jobs["ok"] == 1))
+        found = []
+        for asks in np.unique(jobs["asks"][waits]):
+            since = jobs["at"][waits & (jobs["asks"] == asks)]
+            found.append((self.recording.names.texts[asks], len(since), float(since.min())))
+        return sorted(found, key=lambda it: -it[1])[:8]
+
+    # --- over the whole run ---
+
+    @cached_property
+    def series(self) -> dict[str, list[float | None]]:
+        """The contract's series: at most POINTS points from begin to end."""
+        at = np.linspace(self.began, self.ended, POINTS if self.ended > self.began else 1)
+        jobs, samples = self.jobs, self.samples
+
+        def until(times: Float) -> npt.NDArray[np.int64]:
+            return np.searchsorted(np.sort(times[~np.isnan(times)]), at, "right")
+
+        begun = np.where(np.isnan(jobs["at"]), np.nan, np.fmin(jobs["claimed"], jobs["end"]))
+        tokens = np.histogram(samples["at"][self._have], [*at, at[-1] + 1e-3], weights=samples["tokens"][self._have])[0]
+        width = max(1e-9, float(at[1] - at[0])) if len(at) > 1 else 1.0
+        ran = np.fmin(jobs["claimed"], jobs["end"])
+        consumed = until(samples["consumed"]).tolist() if self.recording.counts["consumed"] else [None] * len(at)
+        return {
+            "at": at.tolist(), "queued": (until(jobs["at"]) - until(begun)).tolist(),
+            "running": np.maximum(0, until(ran) - until(np.where(np.isnan(ran), np.nan, jobs["end"]))).tolist(),
+            "done": until(np.where(jobs["ok"] == 1, jobs["end"], np.nan)).tolist(), "consumed": consumed,
+            "tokens_per_s": np.round(tokens / width, 1).tolist(), "serving": self._serving(at).tolist(),
+            "age_p95": self._age_series(at),
+        }  # fmt: skip
+
+    def _serving(self, at: Float) -> npt.NDArray[np.int64]:
+        count = np.zeros(len(at), np.int64)
+        for track in self.tracks.values():
+            for begin, end, _, state in track.spans:
+                if state in {"serving", "updating"}:
+                    count += (at >= begin) & (at <= (self.ended if end is None else end))
+        return count
+
+    def _age_series(self, at: Float) -> list[float | None]:
+        """p95 of how long the jobs that were claimed in a bin had waited."""
+        waited, claimed = self.jobs["claimed"] - self.jobs["at"], self.jobs["claimed"]
+        known = ~np.isnan(waited)
+        place = np.searchsorted(at, claimed[known], "left")
+        order = np.argsort(place, kind="stable")
+        edges = np.searchsorted(place[order], np.arange(len(at) + 1))
+        ordered = np.maximum(0.0, waited[known][order])
+        pairs = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+        return [round(float(np.percentile(ordered[a:b], 95)), 3) if b > a else None for a, b in pairs]
+
+    def fate(self, row: int) -> tuple[str | None, str]:
+        """What became of a sample at the trainer, and why it was dropped."""
+        name = FATES[int(self.samples["fate"][row])] or None
+        return name, self.recording.names.texts[int(self.samples["why"][row])]
+
+
+def _ages(ages: Float) -> dict[str, Any]:
+    if not len(ages):
+        return {"p50": None, "p95": None, "n": 0}
+    middle, high = np.percentile(ages, [50, 95]).tolist()
+    return {"p50": round(middle, 2), "p95": round(high, 2), "n": len(ages)}
+
+
+def _mean(values: Float) -> float | None:
+    known = values[~np.isnan(values)]
+    return round(float(known.mean()), 6) if len(known) else None

@@ -1,0 +1,251 @@
+"""From what is known of a pool at one moment to alarms, and to one sentence: what it is, why, and what to do. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ...producer.diagnosis import NO_FAULT, Cause, Reason
+from .alarms import DOCS, KINDS, Alarm, Kind
+from .causes import Group
+
+State = Literal["healthy", "starved", "saturated", "staleness", "syncing", "standing", "broken", "idle"]
+SILENT_S = 3.0
+"""A Redis that has not answered for so long counts as away."""
+WINDOW_S = 900.0
+"""What happened lately is what happened in the last 15 minutes."""
+STALE, STALE_SHARE = 4, 0.1
+"""A tenth of the samples are more than four versions old."""
+NEAR = 0.9
+BROKEN: frozenset[Cause] = frozenset(
+    {"redis-away", "shard-away", "redis-memory", "weights-lost", "restart-loop", "engine-down", "unclaimed"}
+)
+_PACE = "Let the trainer publish more often, or bear more staleness (Staleness(eta=…)); remove idle workers."
+_OF_SCALE: Mapping[str, tuple[State, str, str]] = {
+    "idle": ("idle", "Nothing waits and nothing runs", ""),
+    "balanced": ("healthy", "The workers are enough", ""),
+    "starting": ("starved", "The trainer waits for workers that start", "Wait."),
+    "starved": ("starved", "The trainer waits for the pool", "Add workers, or shorten samples."),
+    "saturated": ("saturated", "Every slot is taken", "Add workers, or raise the scaler's limit."),
+    "bound by staleness": ("staleness", "The trainer's staleness bounds the pool", _PACE),
+    "unclaimed": ("standing", "Jobs wait beside free slots: no worker here can run them", ""),
+    "paused": ("standing", "The workers are paused", "`rolloutmq control resume`."),
+}
+
+
+class Died(NamedTuple):
+    """A worker that fell silent, or whose lease was lost. lived_s: since it joined, None if nobody knows."""
+
+    at: float
+    worker: str
+    host: str
+    why: str
+    lived_s: float | None
+
+
+class Refusal(NamedTuple):
+    """A version that a worker could not take."""
+
+    at: float
+    worker: str
+    version: int
+    error: str
+
+
+class Rewards(NamedTuple):
+    """Of one version: number of samples with a reward, their sum and sum of squares."""
+
+    n: int
+    total: float
+    squares: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A pool at one moment, live or as a journal tells it. Times are Unix seconds.
+
+    at: now. over: the run is at its end, of a journal. silent_s, trouble: since when Redis is silent, and why.
+    reasons: of the diagnosis. scale: state and sentence of the scaling policy. syncing: the version under way, None for
+    none. deaths, refusals, restarts, stalls: those of the last 15 minutes; of a journal that is over all of them.
+    stale: samples by how many versions they were behind. rewards: by version. full: kind of bytes -> share of its
+    limit. unclaimed: jobs that nobody ever claimed, and what they ask for. lost_entries: of the journal.
+    """
+
+    at: float
+    over: bool = False
+    silent_s: float = 0.0
+    trouble: str = ""
+    reasons: Sequence[Reason] = ()
+    scale: tuple[str, str] | None = None
+    running: int = 0
+    syncing: int | None = None
+    deaths: Sequence[Died] = ()
+    refusals: Sequence[Refusal] = ()
+    restarts: Sequence[tuple[float, str]] = ()
+    stalls: Sequence[tuple[float, str]] = ()
+    failures: Sequence[Group] = ()
+    stale: Mapping[int, int] = field(default_factory=dict)
+    rewards: Mapping[int, Rewards] = field(default_factory=dict)
+    full: Mapping[str, float] = field(default_factory=dict)
+    unclaimed: Sequence[tuple[str, int, float]] = ()
+    lost_entries: int = 0
+
+
+def alarms_of(moment: Moment) -> list[Alarm]:
+    """What somebody should look at, the worst first."""
+    found = [
+        *_of_reasons(moment), *_of_workers(moment), *_of_versions(moment), *_of_jobs(moment), *_of_room(moment)
+    ]  # fmt: skip
+    return sorted(found, key=lambda it: ("error", "warn", "note").index(it.severity))
+
+
+def verdict_of(moment: Moment, alarms: Sequence[Alarm], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The contract's verdict. before: the one of a moment ago, which says since when a state lasts."""
+    state, title, first, since = _state(moment)
+    why = [moment.scale[1]] if moment.scale is not None and moment.scale[1] else []
+    why += [f"{alarm.title}: {alarm.evidence}" for alarm in alarms if alarm.severity != "note"][:4]
+    if since is None:
+        since = before["since"] if before is not None and before["state"] == state else moment.at
+    todo = [line for line in (first, *(alarm.text for alarm in alarms if alarm.severity == "error")) if line]
+    return {"state": state, "since": since, "title": title, "why": why, "todo": list(dict.fromkeys(todo))[:4]}
+
+
+def _state(moment: Moment) -> tuple[State, str, str, float | None]:
+    if moment.silent_s > SILENT_S:
+        told = ": ".join(filter(None, [f"Redis has not answered for {moment.silent_s:.0f} s", moment.trouble[:300]]))
+        return "broken", told, "Start it again, or see what is between.", moment.at - moment.silent_s
+    stops = [one for one in moment.reasons if one.stops and one.cause not in NO_FAULT]
+    hard = next((one for one in moment.reasons if one.cause in BROKEN), None)
+    if hard is not None:
+        return "broken", _sentence(hard.found), hard.do, hard.since
+    if stops and not moment.running:
+        return "standing", _sentence(stops[0].found), stops[0].do, stops[0].since
+    if moment.over:
+        return "idle", "The run is over", "", moment.at
+    if moment.syncing is not None:
+        return "syncing", f"Version {moment.syncing} is on its way to the workers", "Wait.", None
+    return *_OF_SCALE.get(moment.scale[0] if moment.scale else "", ("healthy", "Samples are made", "")), None
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _of_reasons(moment: Moment) -> list[Alarm]:
+    found = []
+    for one in moment.reasons:
+        if one.cause in NO_FAULT:
+            continue
+        severity: Literal["error", "warn"] = "error" if one.stops or one.cause in BROKEN else "warn"
+        place = f"{DOCS}#why-does-my-job-not-run"
+        told = "Jobs wait" if one.stops else "A fault that nobody has met yet"
+        found.append(Alarm(f"why-{one.cause}", severity, f"{told}: {one.cause}", one.since, one.found, one.do, place))
+    return found
+
+
+def _of_workers(moment: Moment) -> list[Alarm]:
+    found = []
+    if deaths := moment.deaths:
+        hosts = sorted({one.host or "an unknown host" for one in deaths})
+        lived = [one.lived_s for one in deaths if one.lived_s is not None]
+        told = (
+            f"{len(deaths)} on {', '.join(hosts[:3])}{' …' if len(hosts) > 3 else ''}; the last was {deaths[-1].worker}"
+        )
+        told += f", {deaths[-1].why}" if deaths[-1].why else ""
+        told += f"; they were there for {min(lived):.1f} to {max(lived):.1f} s" if lived else ""
+        again = len(deaths) >= 3 and len(hosts) < len(deaths)
+        title = "Workers die again and again" if again else "Workers died"
+        found.append(_alarm("workers-die", told, deaths[0].at, title, severity="error" if again else None))
+    if moment.restarts:
+        who = sorted({worker for _, worker in moment.restarts})
+        told = f"{len(moment.restarts)} times, of {', '.join(who[:3])}"
+        found.append(_alarm("engines-die", told, moment.restarts[0][0]))
+    if moment.stalls:
+        told = ", ".join(worker for _, worker in moment.stalls[:4])
+        found.append(_alarm("stalled", told, moment.stalls[0][0]))
+    return found
+
+
+def _of_versions(moment: Moment) -> list[Alarm]:
+    found = []
+    if refusals := moment.refusals:
+        last = refusals[-1]
+        told = f"{len(refusals)} times; {last.worker} did not take version {last.version}: {last.error}"
+        broken = "snapshot" in last.error.casefold()
+        found.append(_alarm("snapshot-broken" if broken else "sync-failed", told, refusals[0].at))
+    total = sum(moment.stale.values())
+    old = sum(count for behind, count in moment.stale.items() if behind > STALE)
+    if total and old >= STALE_SHARE * total:
+        found.append(_alarm("stale-samples", f"{old} of {total} samples ({old / total:.0%})", None))
+    if (fell := reward_fell(moment.rewards)) is not None:
+        version, before, after = fell
+        title = "The reward changed its sign" if before > 0 > after else "The reward fell"
+        told = f"mean {before:.3g} up to version {version - 1}, {after:.3g} from version {version} on"
+        found.append(_alarm("reward-fell", told, None, title))
+    return found
+
+
+def _of_jobs(moment: Moment) -> list[Alarm]:
+    found = []
+    if moment.failures:
+        worst = moment.failures[0]
+        told = f"{sum(it.count for it in moment.failures)} jobs; most often ({worst.count}): {worst.cause}"
+        found.append(_alarm("jobs-fail", told, min(it.first for it in moment.failures)))
+    for asks, count, since in moment.unclaimed:
+        told = f"{count} jobs that ask for {asks}" if asks else f"{count} jobs"
+        found.append(_alarm("never-claimed", told, since))
+    return found
+
+
+def _of_room(moment: Moment) -> list[Alarm]:
+    found = [
+        _alarm("redis-memory" if kind == "Redis" else "near-cap", f"{kind}: {share:.0%} of the limit", None)
+        for kind, share in moment.full.items()
+        if share >= NEAR
+    ]
+    if moment.lost_entries:
+        found.append(_alarm("journal-lost", f"{moment.lost_entries:,} entries", None))
+    return found
+
+
+def _alarm(
+    kind: Kind, evidence: str, since: float | None, title: str = "", severity: Literal["error", "warn"] | None = None
+) -> Alarm:
+    usual = KINDS[kind]
+    return Alarm(kind, severity or usual.severity, title or usual.title, since, evidence, usual.text, usual.doc)
+
+
+LEAST, SURE = 24, 6.0
+"""So many samples with a reward are needed on either side, and a difference of so many standard errors."""
+
+
+def reward_fell(rewards: Mapping[int, Rewards]) -> tuple[int, float, float] | None:
+    """The version from which on the mean reward is lower than before, and both means; None if it did not fall.
+
+    The split that is surest counts, by Welch's t. Two versions are needed on either side: one may be an outlier.
+    """
+    versions = sorted(rewards)
+    best: tuple[float, int, float, float] | None = None
+    for place in range(2, len(versions) - 1):
+        one, other = (_sum(rewards, part) for part in (versions[:place], versions[place:]))
+        if min(one.n, other.n) < LEAST:
+            continue
+        before, after, first = (it.total / it.n for it in (one, other, rewards[versions[place]]))
+        if first > (before + after) / 2:
+            continue  # this version was still good
+        error = math.sqrt(_variance(one) / one.n + _variance(other) / other.n)
+        sure = (before - after) / max(error, 1e-9 + 1e-3 * abs(before))
+        if sure >= SURE and (best is None or sure > best[0]):
+            best = sure, versions[place], before, after
+    return None if best is None else best[1:]
+
+
+def _sum(rewards: Mapping[int, Rewards], versions: Sequence[int]) -> Rewards:
+    n, total, squares = (sum(rewards[it][at] for it in versions) for at in range(3))
+    return Rewards(int(n), total, squares)
+
+
+def _variance(of: Rewards) -> float:
+    return max(0.0, of.squares / of.n - (of.total / of.n) ** 2)
