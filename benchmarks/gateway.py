@@ -26,7 +26,7 @@ from rolloutmq.messages.errors import ConfigError
 from rolloutmq.ops.flags import parse_extra
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.worker.cpu_support import gpu_found, prepare_engine
+from rolloutmq.worker.cpu_support import gpu_found
 
 from .harness import Run, names, option, turns
 from .http_load import POOL, Load, drive
@@ -36,7 +36,7 @@ from .sglang_server import sglang_server
 from .sync.shapes import one_shape
 from .workers import working
 
-prepare_engine()  # SGLang's own processes import this module first
+SIDES = ("pool", "gateway", "gateway_streamed", "sglang", "sglang_streamed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class Plan:
     prompts: int = option(1024, "For engine: prompts in a round.", min=1)
     max_running: int = option(256, "For engine: answers at the same time.", min=1)
     max_new_tokens: int = option(512, "For engine: tokens of each answer.", min=1)
+    sides: str = option(",".join(SIDES), f"For engine: some of {','.join(SIDES)}, pool among them.")
     sglang: list[str] = option([], "For engine: further SGLang argument, NAME=JSON; repeatable.")
 
 
@@ -93,7 +94,9 @@ def serving(url: str, tokenizer: Path) -> Iterator[Served]:
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen([*command, "--port=0", "--json"], stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        contextlib.ExitStack() as stack,
     ):
+        stack.callback(process.kill)  # it has nothing to hand over
         assert process.stdout is not None
         if not (line := process.stdout.readline()):
             log.seek(0)
@@ -101,7 +104,6 @@ def serving(url: str, tokenizer: Path) -> Iterator[Served]:
         served = Served(process.pid)
         served.port = int(json.loads(line)["url"].rpartition(":")[2].partition("/")[0])
         yield served
-        process.kill()  # it has nothing to hand over
 
 
 @contextlib.contextmanager
@@ -216,8 +218,7 @@ def _engine(plan: Plan, run: Run) -> dict[str, Any]:
         with BlockingRolloutClient(redis.url, POOL) as client:
             worker.until_serving(client)
         gateway = stack.enter_context(serving(redis.url, model))
-        extra = parse_extra(plan.sglang)
-        config = {"model": str(model), "max_running": plan.max_running, "extra": extra}
+        config = {"model": str(model), "max_running": plan.max_running, "extra": parse_extra(plan.sglang)}
         config |= {"load_format": "dummy" if shaped else "auto"} | ({"mem_fraction": 0.8} if share else {})
         sglang = stack.enter_context(Part(sglang_server, config))
         port = sglang.line().strip()
@@ -228,15 +229,16 @@ def _engine(plan: Plan, run: Run) -> dict[str, Any]:
 
 
 def _compare(plan: Plan, run: Run, at: dict[str, str], gateway: Served) -> dict[str, Any]:
-    sides = ["pool", "gateway", "gateway_streamed", "sglang", "sglang_streamed"]
+    sides = names("--sides", plan.sides, SIDES)
     rates: dict[str, list[float]] = {side: [] for side in sides}
     shares: dict[str, list[float]] = {side: [] for side in sides}
     for number, in_turn in turns(sides, plan.rounds + 1):
         for side in in_turn:
             where, _, streamed = side.partition("_")
-            count = plan.prompts if number else plan.max_running  # the first round warms up, and is not counted
+            # The first round warms up with short answers, and is not counted.
+            count, tokens = (plan.prompts, plan.max_new_tokens) if number else (plan.max_running, 64)
             cpu = gateway.cpu_s()
-            found = ask(Load(where, at[where], count, plan.max_new_tokens, stream=bool(streamed), seed=number))
+            found = ask(Load(where, at[where], count, tokens, stream=bool(streamed), seed=number))
             if number:
                 rates[side].append(found["tokens"] / found["seconds"])
                 shares[side].append((gateway.cpu_s() - cpu) / found["seconds"])
@@ -246,8 +248,8 @@ def _compare(plan: Plan, run: Run, at: dict[str, str], gateway: Served) -> dict[
     median = {side: statistics.median(found) for side, found in rates.items()}
     return {
         **{f"{side}_tok_s": round(value, 1) for side, value in median.items()},
-        **{f"{side}_ratio": round(median[side] / median["pool"], 4) for side in sides[1:]},
-        "cpu_share": {side: round(statistics.median(shares[side]), 2) for side in ("gateway", "gateway_streamed")},
+        **{f"{side}_ratio": round(median[side] / median["pool"], 4) for side in sides if side != "pool"},
+        "cpu_share": {side: round(statistics.median(shares[side]), 2) for side in sides if "gateway" in side},
         "rounds": {side: [round(it, 1) for it in found] for side, found in rates.items()},
         "prompts": plan.prompts,
         "max_running": plan.max_running,

@@ -6,9 +6,11 @@ import socket
 from typing import Any
 
 from rolloutmq.ops.flags import as_config
-from rolloutmq.worker.cpu_support import gpu_found
+from rolloutmq.worker.cpu_support import gpu_found, prepare_engine
 from rolloutmq.worker.sglang import SGLangConfig
 from rolloutmq.worker.sglang.config import server_arguments
+
+prepare_engine()  # SGLang's own processes import this module first
 
 
 def sglang_server(given: dict[str, Any]) -> None:

@@ -3,23 +3,24 @@
     python -m benchmarks startup --shape tiny --out benchmarks/results/startup-cpu.json
     python -m benchmarks startup --shape 8b --device cuda --out benchmarks/results/startup-h200.json
 
-It writes a checkpoint with random weights, starts a worker with nothing compiled ("cold"), and publishes version 1.
-Then it starts workers in a pool that has that version, each in a process of its own, after the one before has ended. A
-job waits in the queue for each; the time ends when the client has its token. The ways to start are made of the worker's
-options:
+It writes a checkpoint with random weights, starts a worker with nothing compiled ("cold"), and publishes version 1 to
+it. Then it starts workers in a pool that has a version, each in a process of its own, after the one before has
+ended. A job waits in the queue for each; the time ends when the client has its token. The ways to start are made of the
+worker's options:
 
     before   --first-weights checkpoint
     after    --first-weights newest
 
 All but "cold" find what it compiled (`--cache-dir`). The version comes from a trainer on the same GPU, from a snapshot,
-or from a peer, which has the second GPU. With a peer there is no job, because the peer would answer it: the time ends
-when the worker serves.
+or, when the trainer is gone, from a peer on the first GPU to a worker on the second. With a peer there is no job,
+because the peer would answer it: the time ends when the worker serves.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,69 +65,66 @@ class Bench:
         self.weights = write_random(one_shape(plan.shape), self.model, plan.device)
 
     def worker(self, name: str, *options: str, gpu: int = 0) -> AbstractContextManager[RealWorker]:
-        options += ("--dtype=bfloat16", f"--mem-fraction={self.plan.mem_fraction}", "--drain=1", "--log-level=info")
+        options += (f"--cache-dir={self.cache}", "--dtype=bfloat16", f"--mem-fraction={self.plan.mem_fraction}")
+        options += ("--drain=1", "--log-level=info")
         options += tuple(f"--sglang={setting}" for setting in self.plan.sglang)
         chosen = "" if self.plan.device == "cpu" else str(gpu)
         return working(self.model, self.url, self.folder / f"{name}.log", *options, gpu=chosen)
 
-    def measure(self, way: str, source: str, version: int, *options: str) -> None:
-        """Start one worker, and wait for its first token at this version."""
+    def measure(
+        self, way: str, source: str, version: int, *options: str, gpu: int = 0, then: Callable[[], None] | None = None
+    ) -> None:
+        """Start one worker, and wait for its first token at this version. Then do that while it serves."""
         name = f"{len(self.rows)}-{way}-{source}"
         job = GenerateJob(token_ids=[5, 6, 7], min_version=version, sampling=SamplingParams(max_new_tokens=1))
-        with self.client() as client:
+        with BlockingRolloutClient(self.url) as client:
             before = {worker.worker_id for worker in client.workers()}
             handle = None if before else client.submit(job)  # a peer would answer it
             began = time.monotonic()
-            with self.worker(name, *options) as worker:
+            with self.worker(name, *options, gpu=gpu) as worker:
                 mine = worker.until(client, lambda one: one.worker_id not in before, START_S, 0.02).worker_id
                 if handle is not None:
                     (result,) = client.wait(handle, START_S)
                     assert result.versions == (version,), result.versions
                 token_s = time.monotonic() - began
                 told = {"weights"} if handle is None else {"weights", "first_answer"}  # by the next heartbeat
-                seen = worker.until(
-                    client, lambda one: one.worker_id == mine and told <= one.startup.keys(), START_S, 0.1
-                )
-        served = sum(seen.startup[phase] for phase in PHASES[:-1] if phase in seen.startup)
-        total = served if handle is None else token_s
-        self.rows.append(
-            {"way": way, "source": source, "version": version, "first_token_s": round(total, 2), **seen.startup}
-        )
-        self.run.say(**self.rows[-1])
-        self.run.keep(self.figures())
-
-    def client(self) -> BlockingRolloutClient:
-        return BlockingRolloutClient(self.url)
-
-    def kept(self) -> tuple[str, ...]:
-        return "--cache-dir", str(self.cache)
+                seen = worker.until(client, lambda it: it.worker_id == mine and told <= it.startup.keys(), START_S, 0.1)
+                served = sum(seen.startup[phase] for phase in PHASES[:-1] if phase in seen.startup)
+                total = round(served if handle is None else token_s, 2)
+                row = {"way": way, "source": source, "version": version, "first_token_s": total}
+                self.rows.append(row | seen.startup)
+                self.run.say(**self.rows[-1])
+                self.run.keep(self.figures())
+                if then is not None:
+                    then()
 
     def run_all(self, ways: list[str], sources: list[str]) -> None:
-        self.measure("cold", "checkpoint", 0, *WAYS["before"], *self.kept())
         snapshots = ("--snapshots", str(self.snapshots)) if "snapshot" in sources else ()
         with WeightPublisher(self.url, snapshots=self.snapshots if snapshots else None) as trainer:
-            with self.worker("committer", *WAYS["before"], *self.kept()) as worker, self.client() as client:
-                worker.until(client, lambda _: True, START_S, 0.2)
-                report = trainer.publish(1, self.weights.items()).wait(START_S)
-                assert report.state == "committed", report
-            if "trainer" in sources:
-                self._each(ways, "trainer")
-        if snapshots:
-            self._each(ways, "snapshot", *snapshots)
-        if "peer" in sources:
-            with self.worker("peer", *WAYS["after"], *self.kept(), *snapshots, gpu=1) as peer:
-                with self.client() as client:
-                    peer.until(client, lambda one: one.version == 1, START_S, 0.2)
-                self._each(ways, "peer")
 
-    def _each(self, ways: list[str], source: str, *options: str) -> None:
+            def publish() -> None:
+                report = trainer.publish(trainer.last_version + 1, self.weights.items()).wait(START_S)
+                assert report.state == "committed", report
+
+            self.measure("cold", "checkpoint", 0, *WAYS["before"], then=publish)
+            if "trainer" in sources:
+                self._each(ways, "trainer", trainer.last_version)
+            if "peer" in sources:
+                with self.worker("peer", *WAYS["after"]) as peer, BlockingRolloutClient(self.url) as client:
+                    peer.until(client, lambda one: one.version == trainer.last_version, START_S, 0.2)
+                    publish()  # who comes late to a version does not always offer it; the peer is there for this one
+                    trainer.close()
+                    self._each(ways, "peer", trainer.last_version, gpu=1)
+        if snapshots:
+            self._each(ways, "snapshot", trainer.last_version, *snapshots)
+
+    def _each(self, ways: list[str], source: str, version: int, *options: str, gpu: int = 0) -> None:
         for _ in range(self.plan.rounds):
             for way in ways:
-                self.measure(way, source, 1, *WAYS[way], *self.kept(), *options)
+                self.measure(way, source, version, *WAYS[way], *options, gpu=gpu)
 
     def figures(self) -> dict[str, Any]:
-        gigabytes = sum(tensor.nbytes for tensor in self.weights.values()) / 1e9
-        return {"gigabytes": round(gigabytes, 2), "rows": self.rows}
+        return {"gigabytes": round(sum(tensor.nbytes for tensor in self.weights.values()) / 1e9, 2), "rows": self.rows}
 
 
 def measure(plan: Plan, run: Run) -> dict[str, Any]:
