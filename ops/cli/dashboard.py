@@ -130,7 +130,7 @@ def report(
         float | None, typer.Option(min=0, max=1, callback=finite, help="Of the workers' time, without a job.")
     ] = None,
     max_deaths: Annotated[int | None, typer.Option(min=0, help="Of workers.")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of each worker.")] = 1,
+    gpus: Annotated[int, typer.Option("--gpus-per-worker", min=1, help="For the GPU-seconds.")] = 1,
     books: Annotated[
         Path | None, typer.Option(help="A trainer's checkpoint, or a feed's state as JSON: its books, too.")
     ] = None,

@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "status": ("pool", "status", "Show the queue, the workers and the weights they serve."),
         "top": ("pool", "top", "Watch a pool live: its queue, workers, versions and speed."),
         "dashboard": ("dashboard", "dashboard", "Serve a page of a live pool, or of a run's journal."),
-        "report": ("dashboard", "report", "Sum up a run from its journal; exit code by limits."),
+        "report": ("dashboard", "report", "Sum up a run from its journal."),
         "doctor": ("pool", "doctor", "Check Redis and this host, and say what to do."),
         "weights": ("weights", "weights", "Show weights versions in the pool's ledger."),
         "snapshots": ("weights", "snapshots", "List weights versions on disk; pin and remove them."),

@@ -113,7 +113,9 @@ async def test_a_silent_redis_is_told_and_the_reader_goes_on(redis_server: Embed
         await page.until(lambda state: not state["silent_s"] and state["verdict"]["state"] != "broken")
 
 
-@pytest.mark.parametrize("make", [needs, paused, weights_lost_by_a_dead_trainer, redis_memory])
+@pytest.mark.parametrize(
+    "make", [pytest.param(needs, marks=pytest.mark.one_shard), paused, weights_lost_by_a_dead_trainer, redis_memory]
+)
 async def test_a_standstill_is_in_the_verdict_and_the_alarms(
     make: Make, redis_db: str, db: Redis, client: RolloutClient
 ) -> None:
