@@ -1,4 +1,4 @@
-"""A real Chromium for tests of the page, one for each test process, and pages in it that must log no error."""
+"""A real Chromium for tests of the page, one for each module, and pages in it that must log no error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is open no other loop can run on this thread, as tests of other modules do
 def browser() -> Iterator[Browser]:
     """Debian's Chromium. Without one the tests are skipped, but in CI, which installs it."""
     if CHROMIUM is None and os.environ.get("CI") != "true":
