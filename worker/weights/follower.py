@@ -165,7 +165,7 @@ class WeightFollower:
         report = await self.catch_up.look(worker_id, self._state.version, committed, digest)
         if report is None or not report.ok:
             return False
-        if report.holder:
+        if report.holder and report.way != "disk":  # whose order has no token, by which it could be asked for
             with suppress(RedisError, OSError):  # another one has it too
                 await self._offer_to_others(worker_id, committed, report)
         return True
