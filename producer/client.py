@@ -340,14 +340,16 @@ class RolloutClient:
 
     # --- a trainer's feed ------------------------------------------------------------------------------------------
 
-    def feed(self, staleness: Staleness, rules: GroupRules = GroupRules(), *, version: int = 0) -> RolloutFeed:  # noqa: B008
+    def feed(
+        self, staleness: Staleness, rules: GroupRules = GroupRules(), *, version: int = 0, reproducible: bool = False  # noqa: B008
+    ) -> RolloutFeed:  # fmt: skip
         """Groups for a trainer, with its staleness under control and books that survive restarts; see RolloutFeed.
 
-        version: the trainer's, with which it begins. A client has one feed. Raises RolloutMQError for a second one.
+        version: the trainer's at first. reproducible: see docs/staleness.md. Raises RolloutMQError for a second feed.
         """
         if self._feed is not None:
             raise RolloutMQError(f"client {self.client_id} has a feed already: another trainer needs another client")
-        self._feed = RolloutFeed(self._core, staleness, rules, version)
+        self._feed = RolloutFeed(self._core, staleness, rules, version, reproducible=reproducible)
         return self._feed
 
     # --- embeddings, scores, rewards -------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """What a trainer needs beside a client: staleness under control, books that add up, groups by its rules, batches.
 
+Many files: `feed` puts them together, and each of the others is one thing that it does, or that a loop uses alone.
+
 `batch` and `ratios` are side doors: they import torch.
 """
 
