@@ -340,7 +340,7 @@ class RolloutFeed:
 
     def sampled(self, version: int) -> Future[None]:
         """Done when nothing is left to be sampled by an older version: `WeightPublisher.publish(…, after=…)`."""
-        done: Future[None] = Future()
+        self._begun, done = True, Future[None]()
         self._core.start(self._pool.tell_sampled(version, done))
         return done
 

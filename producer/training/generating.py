@@ -74,6 +74,7 @@ class Generating:
     async def tell_sampled(self, version: int, done: Future[None]) -> None:
         """Complete `done` when that is so; cancel it when the client closes before."""
         try:
+            await self.begin()  # a checkpoint may have prompts in flight
             await self._core.reader.until(lambda: self.sampled(version), None)
             done.set_result(None)
         finally:
