@@ -203,7 +203,7 @@ class RolloutFeed:
         schedule = self._schedule
         for number in sorted(self._ready) if schedule is None else schedule.in_order(self._ready, self._pool.asked):
             group = self._ready[number]
-            if schedule is not None and not schedule.teaches(group):
+            if schedule is not None and total < most and not schedule.teaches(group):
                 self._pool.filter(self._ready.pop(number))
                 continue
             if self.rules.deliver == "samples":

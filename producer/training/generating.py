@@ -76,8 +76,9 @@ class Generating:
         try:
             await self.begin()  # a checkpoint may have prompts in flight
             await self._core.reader.until(lambda: self.sampled(version), None)
-            done.set_result(None)
         finally:
+            if self._begun and self.sampled(version):
+                done.set_result(None)
             done.cancel()
 
     def _is_whole(self, job_id: str, count: int) -> bool:
