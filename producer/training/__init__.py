@@ -5,6 +5,7 @@ Many files: `feed` puts them together, and each of the others is one thing that 
 `batch` and `ratios` are side doors: they import torch.
 """
 
+from .asked import number_of
 from .books import REASONS, Books, Measured, Prompt, Why
 from .convert import to_skyrl, to_trl, to_verl
 from .feed import RolloutFeed
@@ -26,6 +27,7 @@ __all__ = [
     "Staleness",
     "TrainGroup",
     "Why",
+    "number_of",
     "rewards_differ",
     "rows_of",
     "to_skyrl",
