@@ -163,11 +163,11 @@ def test_hostile_journals_are_told_and_never_raise(tmp_path: Path) -> None:
 
 
 def test_the_command_says_it_and_ends_with_it(tmp_path: Path) -> None:
-    a, b = write(tmp_path / "a", run()), write(tmp_path / "b", run(change={(2, 0): {"tokens": 2}}))
+    a, b = write(tmp_path / "a", run()), write(tmp_path / "b", run(change={(2, 0): {"finish_reason": "stop"}}))
     assert command("replay", "diff", a, a).exit_code == 0
     told = command("replay", "diff", a, b)
     assert told.exit_code == 1
-    assert "step 1, sample 2.0: they part at token 2, 5 tokens and 2" in told.output
+    assert "step 1, sample 2.0: it ended by length and stop" in told.output
     assert isinstance(command("replay", "diff", a).exception, ConfigError)
     assert isinstance(command("replay", "diff", a, str(tmp_path / "none")).exception, ConfigError)
 
