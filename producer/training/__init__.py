@@ -10,6 +10,7 @@ from .books import REASONS, Books, Measured, Prompt, Why
 from .convert import to_skyrl, to_trl, to_verl
 from .feed import RolloutFeed
 from .groups import GroupRules, TrainGroup, rewards_differ
+from .reproducible import seed_of
 from .rows import Row, rows_of
 from .spread import Spread
 from .staleness import OnStale, Staleness
@@ -30,6 +31,7 @@ __all__ = [
     "number_of",
     "rewards_differ",
     "rows_of",
+    "seed_of",
     "to_skyrl",
     "to_trl",
     "to_verl",

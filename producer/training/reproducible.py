@@ -53,7 +53,7 @@ class Schedule:
         for name, why in REFUSED_FIELDS.items():
             if (given := getattr(job, name)) is not None:
                 raise InvalidField(name, given, f"None in a reproducible run: {why}")
-        seed = job.seed if job.seed is not None else seed_of(self._books.numbers)
+        seed = job.seed if job.seed is not None else seed_of(f"prompt {self._books.numbers}")
         return job.model_copy(update={"exact_version": self._books.version, "seed": seed})
 
     def check_next(self, version: int) -> None:
@@ -97,6 +97,6 @@ class Schedule:
         return True
 
 
-def seed_of(number: int) -> int:
+def seed_of(place: str) -> int:
     """The seed of a prompt whose job has none. It follows from the prompt's place in the data alone."""
-    return int.from_bytes(hashlib.blake2b(f"prompt {number}".encode(), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1

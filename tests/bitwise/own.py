@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from itertools import islice
+from collections.abc import Iterator
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,12 @@ def score(results: Any) -> list[float]:
     return [float((result.token_ids % 4 == 0).mean()) for result in results]
 
 
-def data(steps: int) -> list[GenerateJob]:
+def data() -> Iterator[GenerateJob]:
     """Lengths differ, as answers' do."""
-    return [
-        GenerateJob(
-            token_ids=[10 + i % 200, 20, 30],
-            n=SAMPLES,
-            sampling=SamplingParams(max_new_tokens=TOKENS // 4 + i * 7 % TOKENS),
-        )
-        for i in range(2 * PROMPTS * steps)
-    ]
+    for i in count():
+        most = TOKENS // 4 + i * 7 % TOKENS
+        sampling = SamplingParams(max_new_tokens=most)
+        yield GenerateJob(token_ids=[10 + i % 200, 20, 30], n=SAMPLES, sampling=sampling)
 
 
 def logprobs_of(model: Any, batch: RolloutBatch) -> torch.Tensor:
@@ -89,7 +86,7 @@ def main(url: str, model_path: str, folder: str, steps: int, free: bool = False)
 
         handle = publish()
         keep()  # before the first step: what a step has trained stays in Redis until a checkpoint knows it
-        for groups in feed.batches(islice(iter(data(steps)), feed.books.numbers, None), timeout=300):
+        for groups in feed.batches(islice(data(), feed.books.numbers, None), timeout=300):
             batch = RolloutBatch.of(rows_of(groups))
             rewards = [torch.tensor(group.rewards) for group in groups]
             advantages = torch.cat([(it - it.mean()) / (it.std(correction=0) + 1e-3) for it in rewards])
