@@ -300,25 +300,26 @@ class RolloutClient:
         run: str | None = None,
         start: int = 0,
         concurrency: int = 256,
+        repeat: Path | str | None = None,
         **fields: Unpack[TurnFields],
     ) -> AsyncGenerator[Episode]:
         """Plays episodes between the model and environments; yields each as it ends. docs/agents.md is about them.
 
-        tasks: of anything; a generator of any length. environment(task): the Environment of one episode; it has to
-        return at once, so what takes time belongs into `reset`. n: episodes of each task. concurrency: episodes begun
-        and not handed out yet. fields: those of GenerateJob, for every turn.
+        tasks: a generator of any length. environment(task): the Environment of one episode; returns at once, so what
+        takes time belongs into `reset`. n: episodes of each task. concurrency: episodes begun and not handed out yet.
+        fields: those of GenerateJob, for every turn; a `seed` gives each turn its own.
+        repeat: a journal whose steps are given again where the model says the same; no environment is asked then.
 
-        What goes wrong in an episode is told by its `stop` and `error`. Coming back for the next one acknowledges the
-        one before. Leaving the loop cancels the other episodes and closes their environments.
+        What goes wrong is told by `stop` and `error` of an episode. Coming back for the next one acknowledges the one
+        before. Leaving the loop cancels the others and closes their environments.
 
         run: name of a run that can be resumed; start: number of the first task. A client that starts again under the
-        same client_id, with the same run, tasks, fields and limits, plays episodes that were not handed out again from
-        their beginning. Answers that were complete come from the reply stream, and nothing of them is generated again,
-        as long as the environment does the same again. Raises InvalidField, and RedisUnavailable.
+        same client_id, with the same run, tasks, fields and limits, begins again what was not handed out. Answers that
+        were complete are not generated again. Raises InvalidField, and RedisUnavailable.
         """
         return run_episodes(
             self._core, tasks, environment, n=n, limits=limits, run=run, start=start, concurrency=concurrency,
-            fields=fields,
+            repeat=repeat, fields=fields,
         )  # fmt: skip
 
     # --- recorded sessions -----------------------------------------------------------------------------------------
@@ -345,8 +346,7 @@ class RolloutClient:
     ) -> RolloutFeed:  # fmt: skip
         """Groups for a trainer, with its staleness under control and books that survive restarts; see RolloutFeed.
 
-        version: the trainer's at first. reproducible: see docs/staleness.md. Raises RolloutMQError for a second feed.
-        """
+        version: the trainer's at first. reproducible: see docs/staleness.md. Raises RolloutMQError for a second one."""
         if self._feed is not None:
             raise RolloutMQError(f"client {self.client_id} has a feed already: another trainer needs another client")
         self._feed = RolloutFeed(self._core, staleness, rules, version, reproducible=reproducible)

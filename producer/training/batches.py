@@ -13,17 +13,17 @@ from .groups import TrainGroup
 class Batches(AsyncIterator[list[TrainGroup]]):
     """See RolloutFeed.batches. It has the prompts that are still to be submitted, one after the other.
 
-    get(source): the feed's next batch, which it fills from this source within `timeout`.
+    get(most, timeout, source): the feed's next batch, which it fills from this source.
     """
 
     def __init__(
         self,
-        get: Callable[[Batches], Awaitable[list[TrainGroup]]],
+        get: Callable[[int, float | None, Batches], Awaitable[list[TrainGroup]]],
+        most: int,
         jobs: Iterable[GenerateJob],
         timeout: float | None,
     ) -> None:
-        self.timeout = timeout
-        self._get, self._jobs = get, iter(jobs)
+        self._get, self._most, self._jobs, self._timeout = get, most, iter(jobs), timeout
         self._next: list[GenerateJob | None] = []  # empty before it was read
 
     def peek(self) -> GenerateJob | None:
@@ -43,7 +43,7 @@ class Batches(AsyncIterator[list[TrainGroup]]):
         self._next = []
 
     async def __anext__(self) -> list[TrainGroup]:
-        if found := await self._get(self):
+        if found := await self._get(self._most, self._timeout, self):
             return found
         raise StopAsyncIteration
 

@@ -136,7 +136,7 @@ class RolloutFeed:
         next update, or nothing is under way any more.
         Empty if nothing is under way. Raises WaitTimeout if there is none within `timeout` seconds.
         """
-        return await self._get(self.staleness.batch_size, timeout, Batches(self._next_batch, (), timeout))
+        return await anext(Batches(self._get, self.staleness.batch_size, (), timeout), [])
 
     def batches(self, jobs: Iterable[GenerateJob], timeout: float | None = None) -> AsyncIterator[list[TrainGroup]]:
         """Batches as `batch` has them; submits `jobs` as far as the staleness and the pool allow.
@@ -144,10 +144,7 @@ class RolloutFeed:
         Ends when `jobs` are through and nothing is under way. A wait for the next batch that is cancelled or times out
         loses nothing, and the loop can go on. A batch that was given and neither trained nor dropped is in flight.
         """
-        return Batches(self._next_batch, jobs, timeout)
-
-    async def _next_batch(self, source: Batches) -> list[TrainGroup]:
-        return await self._get(self.staleness.batch_size, source.timeout, source)
+        return Batches(self._get, self.staleness.batch_size, jobs, timeout)
 
     async def _get(self, most: int, timeout: float | None, source: Batches | None) -> list[TrainGroup]:
         """See `batch`. source: what to submit meanwhile; None waits for what others submit."""
@@ -161,10 +158,13 @@ class RolloutFeed:
             await self._pool.pump()
             aside.raise_new()
             busy = source is not None and await self._refill(source)
-            if not (found := self._choose(most, source)) and self._pool.stuck and not busy:
+            found = self._choose(most, source)
+            if source is not None and self._schedule is not None and not busy:
+                accepted = self.books.numbers  # what was filtered makes room, before the next update and not after it
+                if (busy := await self._refill(source)) or self.books.numbers > accepted:
+                    continue
+            if not found and self._pool.stuck and not busy:
                 aside.raise_again()
-            if found and self._schedule is not None and source is not None:
-                busy = await self._refill(source)  # all prompts of this update are accepted before the next one
             if found is not None and not (busy and self._schedule):
                 self._pool.leave_out(self._late(source))
                 return self._hand_out(found)
@@ -340,9 +340,8 @@ class RolloutFeed:
 
     def sampled(self, version: int) -> Future[None]:
         """Done when nothing is left to be sampled by an older version: `WeightPublisher.publish(…, after=…)`."""
-        self._begun, done = True, Future[None]()
-        self._core.start(self._pool.tell_sampled(version, done))
-        return done
+        self._begun = True
+        return self._pool.when_sampled(version)
 
     def _wake(self) -> None:
         self._changes += 1

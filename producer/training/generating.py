@@ -65,26 +65,26 @@ class Generating:
         return [number for number, asked in self.asked.items() if asked.waiting and number not in self.aside]
 
     def sampled(self, version: int) -> bool:
-        """Whether nothing is left to be sampled by an older version."""
-        older = (
-            it for it in self.asked.values() if it.job.exact_version is not None and it.job.exact_version < version
-        )
-        return all(self._is_whole(job_id, len(samples)) for it in older for job_id, samples in it.waiting.items())
+        """Whether nothing is left to be sampled by an older version. What failed is asked for again."""
+        older = [it for it in self.asked.values() if (its := it.job.exact_version) is not None and its < version]
+        return all(self._inbox.is_whole(job_id, len(these)) for it in older for job_id, these in it.waiting.items())
 
-    async def tell_sampled(self, version: int, done: Future[None]) -> None:
-        """Complete `done` when that is so; cancel it when the client closes before."""
+    def when_sampled(self, version: int) -> Future[None]:
+        """Done when that is so; cancelled when the client closes before."""
+        done: Future[None] = Future()
+        if self._begun and self.sampled(version):
+            done.set_result(None)
+        else:
+            self._core.start(self._tell_sampled(version, done))
+        return done
+
+    async def _tell_sampled(self, version: int, done: Future[None]) -> None:
         try:
             await self.begin()  # a checkpoint may have prompts in flight
             await self._core.reader.until(lambda: self.sampled(version), None)
+            done.set_result(None)
         finally:
-            if self._begun and self.sampled(version):
-                done.set_result(None)
             done.cancel()
-
-    def _is_whole(self, job_id: str, count: int) -> bool:
-        """Whether all samples of a job are here. If some failed they are asked for again."""
-        job = self._inbox.tracked(job_id)
-        return job is not None and job.ended and len(job.arrived - {FAILURE}) == count
 
     def news(self) -> set[int]:
         """Prompts of which something has come that `pump` has not seen."""

@@ -40,7 +40,13 @@ def score(results: Any) -> list[float]:
     return [float(result.token_ids.sum() % 3) for result in results]
 
 
+def rare(rewards: Any) -> bool:
+    return rewards[0] == 1.0
+
+
 RULES = GroupRules(score=score, teaches=rewards_differ, most_filtered=2)
+STRICT = GroupRules(score=score, teaches=rare, most_filtered=9)
+"""Most groups are filtered: a batch needs more prompts than the staleness lets in at first."""
 
 
 class Trainer:
@@ -94,7 +100,9 @@ class Trainer:
         return json.dumps({"weight": self.weight, "feed": self.feed.state_dict()})
 
 
-async def run(url: str, speeds: tuple[float | None, ...], *, death: int | None = None) -> tuple[list[Any], float]:
+async def run(
+    url: str, speeds: tuple[float | None, ...], *, death: int | None = None, rules: GroupRules = RULES
+) -> tuple[list[Any], float]:
     """A whole run on workers of these speeds; before batch `death` the first one dies."""
     async with AsyncExitStack() as stack:
         first, *_ = [
@@ -102,7 +110,7 @@ async def run(url: str, speeds: tuple[float | None, ...], *, death: int | None =
             for speed in speeds
         ]
         source = await stack.enter_async_context(publisher(url))
-        trainer = Trainer(url, source)
+        trainer = Trainer(url, source, rules=rules)
         async with trainer.client:
             trainer.begin()
             while await trainer.step():
@@ -111,10 +119,12 @@ async def run(url: str, speeds: tuple[float | None, ...], *, death: int | None =
         return trainer.batches, trainer.weight
 
 
-async def test_batches_do_not_depend_on_the_workers(redis_db: str, redis_url: str) -> None:
-    once, weight = await run(redis_db, (None,))
-    again = await run(redis_url, (400.0, 150.0, 900.0), death=3)
+@pytest.mark.parametrize("rules", [RULES, STRICT])
+async def test_batches_do_not_depend_on_the_workers(redis_db: str, redis_url: str, rules: GroupRules) -> None:
+    once, weight = await run(redis_db, (None,), rules=rules)
+    again = await run(redis_url, (400.0, 150.0, 900.0), death=3, rules=rules)
     assert again == (once, weight)
+    assert {len(batch) for batch in once[:-1]} == {RULE.batch_size}
     assert len(once) > 4
     order = [sample[:2] for batch in once for sample in batch]
     assert order == sorted(order)
@@ -161,6 +171,7 @@ async def test_a_trainer_that_was_killed_repeats_itself(redis_db: str, redis_url
                 assert second.version == killed_after + 1
                 while await second.step():
                     pass
+                await asyncio.to_thread(second.handle.committed, 60)  # type: ignore[attr-defined]
         assert (first.batches[:killed_after] + second.batches, second.weight) == (expected, weight)
         assert first.batches[killed_after:] == second.batches[:2]
         assert running.generation.version == second.version
