@@ -57,7 +57,7 @@ def main(url: str, model_path: str, folder: str, steps: int, free: bool = False)
     deterministic()
     record, checkpoint = Record(Path(folder)), Path(folder) / "checkpoint.pt"
     model = load_tiny_model(model_path)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     rules = GroupRules(score=score, teaches=rewards_differ)
     with (
         BlockingRolloutClient(url, client_id="run", journal=Path(folder) / "journal") as client,
