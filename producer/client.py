@@ -303,16 +303,14 @@ class RolloutClient:
         repeat: Path | str | None = None,
         **fields: Unpack[TurnFields],
     ) -> AsyncGenerator[Episode]:
-        """Plays episodes between the model and environments; yields each as it ends. docs/agents.md is about them.
+        """Plays episodes between the model and environments; yields each as it ends. See docs/agents.md.
 
         tasks: a generator of any length. environment(task): the Environment of one episode; returns at once, so what
         takes time belongs into `reset`. n: episodes of each task. concurrency: episodes begun and not handed out yet.
-        fields: those of GenerateJob, for every turn; a `seed` gives each turn its own.
-        repeat: a journal whose steps are given again where the model says the same; no environment is asked then.
+        fields: of GenerateJob, for every turn; a `seed` gives each its own. repeat: a journal whose steps count again.
 
         What goes wrong is told by `stop` and `error` of an episode. Coming back for the next one acknowledges the one
         before. Leaving the loop cancels the others and closes their environments.
-
         run: name of a run that can be resumed; start: number of the first task. A client that starts again under the
         same client_id, with the same run, tasks, fields and limits, begins again what was not handed out. Answers that
         were complete are not generated again. Raises InvalidField, and RedisUnavailable.

@@ -164,8 +164,9 @@ class WeightPublisher:
         self._like = packed.places
         # Checked only now: only the leader knows the ledger's newest version, and the other ranks would wait in a
         # gather for a leader that raises before it.
-        if isinstance(version, bool) or not isinstance(version, int) or (version <= self._last[""] and after is None):
-            raise InvalidField("version", version, f"an integer above {self._last['']}, the newest one")
+        least = self._last[""] if after is None else 0
+        if isinstance(version, bool) or not isinstance(version, int) or version <= least:
+            raise InvalidField("version", version, f"an integer above {least}, the newest one")
         return self._queue(Publication(packed, PublishHandle(version, self._abort), began, after=after))
 
     def publish_adapter(

@@ -106,7 +106,7 @@ def _compared(table: sqlite3.Connection, folders: tuple[str, str]) -> Diff:
         where += " AND (step, key, sample) < (?, ?, ?)" if trained else " AND (key, sample) < (?, ?)"
         bounds += [found[2], found[0], found[1]] if trained else [found[0], found[1]]
     sums = f"SELECT count(DISTINCT step), count(*), ifnull(sum(tokens), 0) FROM seen WHERE {where}"
-    before = table.execute(sums, bounds).fetchone()
+    before: tuple[int, int, int] = table.execute(sums, bounds).fetchone()
     if found is None:
         return Diff(*before)
     key, sample, step, count, steps, twice = found
@@ -115,16 +115,17 @@ def _compared(table: sqlite3.Connection, folders: tuple[str, str]) -> Diff:
         rows[side] = job, at
     name = f"{int(key, 16)}.{sample}" if number_of_text(key) is not None else f"{key}.{sample}"
     place = f"step {step}, sample {name}" if step is not None else f"sample {name}"
+    token = None
     if twice:
-        return Diff(*before, f"{place}: a journal has it twice, and not the same", step, name)
-    if count < 2:
-        return Diff(*before, f"{place}: only {SIDES[next(iter(rows))]} has it", step, name)
-    if steps > 1:
-        said = " and ".join(f"{SIDES[side]} at step {at}" for side, (_, at) in sorted(rows.items()))
-        return Diff(*before, f"{place}: trained by {said}", step, name)
-    results = [_find(folder, rows[side][0], sample) for side, folder in enumerate(folders)]
-    token, how = _first(*results)
-    return Diff(*before, f"{place}: {how}", step, name, token)
+        how = "a journal has it twice, and not the same"
+    elif count < 2:
+        how = f"only {SIDES[next(iter(rows))]} has it"
+    elif steps > 1:
+        how = "trained by " + " and ".join(f"{SIDES[side]} at step {at}" for side, (_, at) in sorted(rows.items()))
+    else:
+        one, other = (_find(folder, rows[side][0], sample) for side, folder in enumerate(folders))
+        token, how = _first(one, other)
+    return Diff(*before, parts=f"{place}: {how}", step=step, sample=name, token=token)
 
 
 def _first(one: RolloutResult | None, other: RolloutResult | None) -> tuple[int | None, str]:
