@@ -25,7 +25,7 @@ ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && ! grep '"gw[0-9]' .pytest_cache/v/
 
 BENCHES = $(addprefix bench-,queue shards idle engine episodes gateway sync scale)
 
-.PHONY: audit-made sbom-made help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz $(BENCHES) bench-spread bench-fleet-weights bench-updates audit sbom check docs clean
+.PHONY: audit-made sbom-made help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos bitwise fuzz $(BENCHES) bench-spread bench-fleet-weights bench-updates audit sbom check docs clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
@@ -40,6 +40,7 @@ help:
 	@echo "make coverage    branches of the package that the tests take in their own processes"
 	@echo "make capabilities   docs/capabilities.md and docs/engines.md from the last test run"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; tests/chaos/README.md)"
+	@echo "make bitwise   60 steps of three trainers undisturbed and ten times under faults, equal to the last bit (SEED=7 BITWISE='--steps 20 --runs 2 --programs own')"
 	@echo "make fuzz    broken input for every decoder, for a minute (SECONDS=600 for more; SEED=7 ONLY=frames CASE=12 to replay)"
 	@echo "make bench-queue, -shards, -idle, -engine, -episodes, -gateway, -sync, -scale    one benchmark, which prints JSON last (benchmarks/README.md)"
 	@echo "make bench-spread   how evenly work is spread, beside an ideal balancer"
@@ -134,6 +135,10 @@ capabilities:
 # CHAOS='--fast --runs 5' and the like for more; a failure prints the line that replays it.
 chaos: setup
 	PYTHONPATH=tests .venv/bin/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) $(CHAOS)
+
+# An hour and a half on two cores. What each run went through is in out/bitwise/report.json.
+bitwise: setup
+	PYTHONPATH=tests .venv/bin/python -m bitwise $(if $(SEED),--seed $(SEED)) $(BITWISE)
 
 # A failure prints the line that replays it, and the case for tests/fuzz/corpus.
 fuzz: setup

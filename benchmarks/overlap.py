@@ -8,6 +8,9 @@ weights. The synchronous loop waits for its batch, and until the pool serves its
 what comes first, through `client.feed(Staleness(eta, ...))`. The lengths are log-normal and fixed for each prompt. Both
 loops get the same prompts. They alternate (sync, async, async, sync), so that a host that gets slower affects both.
 
+With `--reproducible` the asynchronous loop is compared with itself under a reproducible feed instead, both with
+deterministic engines and without stale samples (async, reproducible, reproducible, async).
+
 `trainer_waits` is the share of time in which the trainer waits for samples or for its weights to be served.
 `gpu_idle` is the share of time without a kernel, as the driver counts it (utilization.gpu), of each GPU.
 """
@@ -30,6 +33,7 @@ import torch
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, RolloutResult, SamplingParams, Staleness, WeightPublisher
 from rolloutmq.ops.redis import EmbeddedRedis
+from rolloutmq.producer.training import OnStale
 from rolloutmq.worker.cpu_support import prepare_transformers
 
 from .harness import Run, option
@@ -149,8 +153,10 @@ class Loops:
                 min_version=self.publisher.last_version,
             )
 
-    def publish(self) -> Any:
-        return self.publisher.publish(self.publisher.last_version + 1, self.learner.model.named_parameters())
+    def publish(self, after: Any = None) -> Any:
+        return self.publisher.publish(
+            self.publisher.last_version + 1, self.learner.model.named_parameters(), after=after
+        )
 
     def publish_and_wait(self) -> None:
         report = self.publish().wait(120)
@@ -172,12 +178,14 @@ class Loops:
                 clock.count(batch)
         return clock.told(self.busy)
 
-    def asynchronous(self, seed: int) -> dict[str, Any]:
-        """Learn from what comes first, while the pool generates what comes next."""
+    def asynchronous(self, seed: int, *, reproducible: bool = False) -> dict[str, Any]:
+        """Learn from what comes first, while the pool generates what comes next; or from what the schedule says."""
+        self.publish_and_wait()
         clock = Clock()
         with BlockingRolloutClient(self.url) as client:
-            staleness = Staleness(self.given.eta, self.given.prompts * self.given.samples)
-            feed = client.feed(staleness, version=self.publisher.last_version)
+            on_stale: OnStale = "wait" if self.given.reproducible else "drop"
+            staleness = Staleness(self.given.eta, self.given.prompts * self.given.samples, on_stale)
+            feed = client.feed(staleness, version=self.publisher.last_version, reproducible=reproducible)
             batches = feed.batches(self.jobs(seed), timeout=300)
             for step in range(self.given.warm + self.given.steps):
                 if step == self.given.warm:
@@ -186,7 +194,7 @@ class Loops:
                     groups = next(batches)
                 batch = [list(group.results) for group in groups]
                 self.learner.step(batch)
-                self.publish()
+                self.publish(feed.sampled(self.publisher.last_version + 1) if reproducible else None)
                 feed.train(groups)
                 feed.advance(self.publisher.last_version)
                 clock.count(batch)
@@ -244,6 +252,7 @@ class Plan:
     tokens: int = option(512, "Median length of a sample.", min=1)
     most: int = option(3072, "Where that distribution ends.", min=1)
     eta: int = option(4, "Bound of the asynchronous loop's staleness.", min=0)
+    reproducible: bool = option(False, "Compare a reproducible feed with a free one.")
     max_running: int = option(512, "Samples that the engine runs at a time.", min=1)
     warm: int = option(2, "Steps of each block that do not count.", min=1)
     steps: int = option(8, "Steps of each block that count.", min=1)
@@ -253,6 +262,7 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
     """An asynchronous training loop beside a synchronous one, with the same model, prompts, lengths and update."""
     shape, blocks, on_gpu = one_shape(plan.shape), list[dict[str, Any]](), plan.device != "cpu"
     options = ["--dtype=bfloat16", f"--max-running={plan.max_running}", "--load-format=dummy"]
+    options += ["--deterministic"] * plan.reproducible
     options += (f"--sglang={setting}" for setting in (ON_GPU if on_gpu else ("max_total_tokens=32768",)))
     with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis() as redis:
         folder = Path(scratch)
@@ -266,18 +276,18 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
             with WeightPublisher(redis.url) as publisher:
                 loops = Loops(plan, redis.url, learner, publisher, busy, shape.vocab - 2)
                 loops.publish_and_wait()
-                for name, seed in (("sync", 0), ("async", 0), ("async", 1), ("sync", 1)):
-                    told = loops.sync(seed) if name == "sync" else loops.asynchronous(seed)
+                one, other = ("async", "reproducible") if plan.reproducible else ("sync", "async")
+                for name, seed in ((one, 0), (other, 0), (other, 1), (one, 1)):
+                    kept = name == "reproducible"
+                    told = loops.sync(seed) if name == "sync" else loops.asynchronous(seed, reproducible=kept)
                     blocks.append({"loop": name, **told})
                     run.say(**blocks[-1])
                     run.keep({"blocks": blocks})
     units = ("samples_per_s", "tokens_per_s")
-    return {"async_to_sync": {unit: ratio(blocks, unit) for unit in units}, "blocks": blocks}
+    return {f"{other}_to_{one}": {unit: ratio(blocks, unit, other, one) for unit in units}, "blocks": blocks}
 
 
-def ratio(blocks: list[dict[str, Any]], unit: str) -> float:
-    """The asynchronous blocks' mean rate to that of the synchronous ones."""
-    rates: dict[str, list[float]] = {
-        name: [block[unit] for block in blocks if block["loop"] == name] for name in ("async", "sync")
-    }
-    return round(statistics.mean(rates["async"]) / statistics.mean(rates["sync"]), 3)
+def ratio(blocks: list[dict[str, Any]], unit: str, other: str, one: str) -> float:
+    """The mean rate of the blocks with one loop to that of the blocks with the other."""
+    means = [statistics.mean(block[unit] for block in blocks if block["loop"] == name) for name in (other, one)]
+    return round(means[0] / means[1], 3)

@@ -201,7 +201,7 @@ def claiming(pool: Pool) -> None:
     pool.measure("claim: the same again", claim)
     pool.submit(pool.rows(SEEN, "many", priority=0, min_version=7))
     pool.measure(f"claim: {SEEN} jobs that need newer weights", pool.claim(worker, MAX_JOBS))
-    pool.run(calls.announce(1, 7, b"", 60, ""))
+    pool.run(calls.announce(1, 7, b"", 60, "", ""))
     pool.measure("close: a version that jobs wait for", calls.close(1, 7, "committed", 60, "", HOLDER, "{}"))
     pool.measure(f"claim: {MAX_JOBS} jobs that waited for it", pool.claim(worker, MAX_JOBS, 7))
     pool.submit(pool.rows(SEEN, "many", priority=0, deadline_ms=1))
@@ -322,7 +322,7 @@ def dying(pool: Pool) -> None:
 
 def syncing(pool: Pool) -> None:
     workers = [worker.decode() for worker in pool.redis.zrange(pool.keys.workers, 0, -1)]
-    pool.measure("announce", calls.announce(2, 8, bytes(512), 60, "a" * 700))
+    pool.measure("announce", calls.announce(2, 8, bytes(512), 60, "a" * 700, "a" * 32))
     said = TransferReport(True, "done", holder=WHERE).to_json()
     for worker in workers:
         pool.measure("report", calls.report(2, worker, said, 1, 8, 60, "d" * 32, HOLDER))

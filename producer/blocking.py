@@ -129,9 +129,12 @@ class BlockingRolloutClient(BlockingContext[RolloutClient]):
         rules: GroupRules = GroupRules(),  # noqa: B008
         *,
         version: int = 0,
+        reproducible: bool = False,
     ) -> BlockingRolloutFeed:
         """See RolloutClient.feed."""
-        return BlockingRolloutFeed._of(self._it.feed(staleness, rules, version=version), self._thread)
+        return BlockingRolloutFeed._of(
+            self._it.feed(staleness, rules, version=version, reproducible=reproducible), self._thread
+        )
 
     @cached_property
     def control(self) -> BlockingPoolControl:
@@ -173,6 +176,7 @@ class BlockingRolloutFeed(Blocking[RolloutFeed]):
     drop = calls(RolloutFeed.drop)
     advance = calls(RolloutFeed.advance)
     renumber = calls(RolloutFeed.renumber)
+    sampled = calls(RolloutFeed.sampled)
     state_dict = calls(RolloutFeed.state_dict)
     load_state_dict = calls(RolloutFeed.load_state_dict)
     saved = calls(RolloutFeed.saved)

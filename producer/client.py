@@ -300,25 +300,24 @@ class RolloutClient:
         run: str | None = None,
         start: int = 0,
         concurrency: int = 256,
+        repeat: Path | str | None = None,
         **fields: Unpack[TurnFields],
     ) -> AsyncGenerator[Episode]:
-        """Plays episodes between the model and environments; yields each as it ends. docs/agents.md is about them.
+        """Plays episodes between the model and environments; yields each as it ends. See docs/agents.md.
 
-        tasks: of anything; a generator of any length. environment(task): the Environment of one episode; it has to
-        return at once, so what takes time belongs into `reset`. n: episodes of each task. concurrency: episodes begun
-        and not handed out yet. fields: those of GenerateJob, for every turn.
+        tasks: a generator of any length. environment(task): the Environment of one episode; returns at once, so what
+        takes time belongs into `reset`. n: episodes of each task. concurrency: episodes begun and not handed out yet.
+        fields: of GenerateJob, for every turn; a `seed` gives each its own. repeat: a journal whose steps count again.
 
-        What goes wrong in an episode is told by its `stop` and `error`. Coming back for the next one acknowledges the
-        one before. Leaving the loop cancels the other episodes and closes their environments.
-
+        What goes wrong is told by `stop` and `error` of an episode. Coming back for the next one acknowledges the one
+        before. Leaving the loop cancels the others and closes their environments.
         run: name of a run that can be resumed; start: number of the first task. A client that starts again under the
-        same client_id, with the same run, tasks, fields and limits, plays episodes that were not handed out again from
-        their beginning. Answers that were complete come from the reply stream, and nothing of them is generated again,
-        as long as the environment does the same again. Raises InvalidField, and RedisUnavailable.
+        same client_id, with the same run, tasks, fields and limits, begins again what was not handed out. Answers that
+        were complete are not generated again. Raises InvalidField, and RedisUnavailable.
         """
         return run_episodes(
             self._core, tasks, environment, n=n, limits=limits, run=run, start=start, concurrency=concurrency,
-            fields=fields,
+            repeat=repeat, fields=fields,
         )  # fmt: skip
 
     # --- recorded sessions -----------------------------------------------------------------------------------------
@@ -340,14 +339,15 @@ class RolloutClient:
 
     # --- a trainer's feed ------------------------------------------------------------------------------------------
 
-    def feed(self, staleness: Staleness, rules: GroupRules = GroupRules(), *, version: int = 0) -> RolloutFeed:  # noqa: B008
+    def feed(
+        self, staleness: Staleness, rules: GroupRules = GroupRules(), *, version: int = 0, reproducible: bool = False  # noqa: B008
+    ) -> RolloutFeed:  # fmt: skip
         """Groups for a trainer, with its staleness under control and books that survive restarts; see RolloutFeed.
 
-        version: the trainer's, with which it begins. A client has one feed. Raises RolloutMQError for a second one.
-        """
+        version: the trainer's at first. reproducible: see docs/staleness.md. Raises RolloutMQError for a second one."""
         if self._feed is not None:
             raise RolloutMQError(f"client {self.client_id} has a feed already: another trainer needs another client")
-        self._feed = RolloutFeed(self._core, staleness, rules, version)
+        self._feed = RolloutFeed(self._core, staleness, rules, version, reproducible=reproducible)
         return self._feed
 
     # --- embeddings, scores, rewards -------------------------------------------------------------------------------

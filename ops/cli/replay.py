@@ -34,6 +34,7 @@ from ..replay import (
 from ..replay.checks import (
     EVENTS,
     Bisected,
+    Diff,
     Follower,
     Losses,
     Schedule,
@@ -46,6 +47,7 @@ from ..replay.checks import (
     users,
 )
 from ..replay.checks import bisect as bisected
+from ..replay.checks import diff as compared
 from ..replay.checks import score as scored
 from ..terminal import ProgressLine, printable
 from .journal import complain, window
@@ -147,6 +149,14 @@ def books(asked: Asked) -> int:
     return 0
 
 
+def diff(asked: Asked) -> int:
+    """1 if the runs are not one."""
+    if asked.names is None or len(asked.names) != 2:
+        raise ConfigError("replay diff: give the folders of two journals")
+    found = compared((asked.names[0], asked.names[1]), complain)
+    return _tell(found, asked) or int(bool(found.parts))
+
+
 def _chosen(asked: Asked) -> tuple[list[Recorded], list[str]]:
     """The samples that were asked for, and a line for each that cannot be read. Raises InvalidField for an id without
     one, and ConfigError if there are none."""
@@ -168,7 +178,7 @@ def _chosen(asked: Asked) -> tuple[list[Recorded], list[str]]:
     return chosen, unread
 
 
-def _tell(found: Bisected | Losses | Schedule, asked: Asked) -> int:
+def _tell(found: Bisected | Diff | Losses | Schedule, asked: Asked) -> int:
     from ..journal import plain
 
     say(plain(asdict(found)), found.lines(), asked.json)
@@ -255,7 +265,7 @@ def _texts(asked: Asked) -> TextOf | None:
 
 
 MODES: dict[str, Callable[[Asked], int]] = {
-    one.__name__: one for one in (tokens, score, follow, bisect, loss, schedule, queued, books)
+    one.__name__: one for one in (tokens, score, follow, bisect, loss, schedule, queued, books, diff)
 }
 
 
@@ -288,6 +298,7 @@ replay = derived(
     schedule  check what the pool promises, from its claims and results
     queued    generate copies of jobs that wait in a pool
     books     show what became of a trainer's samples, from a checkpoint
+    diff      find where two runs part, from their journals: step, sample and token
 
     Exit code 0 if all are the same, 1 if more than --threshold of them differ or one cannot be verified, 2 if nothing
     could be tried. With --json the last line has the report.

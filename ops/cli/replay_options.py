@@ -28,6 +28,7 @@ TAKES: dict[str, frozenset[str]] = {
     "schedule": frozenset(("names", "journal", "since", "until")),
     "queued": _WEIGHTS | {"engine", "pool", "redis", "version", "limit"},
     "books": frozenset(("names",)),
+    "diff": frozenset(("names",)),
 }
 """Mode -> what it takes beside --json. What else is given is refused, so that nothing is passed over."""
 
@@ -40,7 +41,8 @@ class Asked:
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[ID]...", help="Jobs, or samples as JOB.SAMPLE. Of books: a checkpoint, or a feed's state as JSON."
+            metavar="[ID]...",
+            help="Jobs, or samples as JOB.SAMPLE. books: a checkpoint, or a feed's state as JSON. diff: two journals.",
         ),
     ] = None
     journal: Annotated[

@@ -24,7 +24,8 @@ async def ask(core: ClientCore, place: str, fields: dict[str, Any], held: list[R
     cancelled, so is the job. Raises InvalidField, JobFailed, and what `submit` raises.
     """
     job = GenerateJob.build(**fields, id="0" * 32)
-    content = encode(job)
+    # Where it should run is not what is asked: workers have other names in the next run.
+    content = encode(job.model_copy(update={"prefer_worker": None}))
     for attempt in range(ASKED):
         digest = hashlib.blake2b(f"{place}/{attempt}/".encode() + content, digest_size=16)
         job_id = digest.hexdigest()

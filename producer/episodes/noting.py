@@ -1,15 +1,21 @@
-"""What a client's journal gets of episodes: each turn's step, with what tools answered, and how each episode ended."""
+"""What a client's journal gets of episodes: each turn's step, with what tools answered, and how each episode ended.
+
+A run that is repeated gets the steps from there: a tool may say something else each time that it is asked.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
-from ...messages.journal import Journal
+from ...messages.errors import MessageError
+from ...messages.journal import Entry, Journal, read
+from ...messages.model import RolloutResult
 from ..data import as_error
 from .environment import Step
 from .episode import Episode, Turn
@@ -34,6 +40,33 @@ def note_step(journal: Journal | None, name: str, episode: Episode, turn: Turn, 
     if info := as_plain(step.info):
         told["info"] = info
     journal.note(turn.result, **told)
+
+
+def recorded_step(folder: Path | str, name: str, episode: Episode) -> tuple[Any, ...] | None:
+    """What the environment has said to the episode's newest turn, as a journal has it, or None.
+
+    A turn is known by its job: its id follows from what was asked, and the tokens have to be the same. Raises what
+    `messages.journal.read` raises.
+    """
+    result, told = episode.turns[-1].result, list[Mapping[str, Any]]()
+    same = False
+    for entry in read(folder, job=result.job_id, events=("result", "note")):
+        if entry.event == "result":
+            same = same or _is_same(entry, result)
+        elif entry.data.get("episode") == name and entry.data.get("turn") == len(episode.turns) - 1:
+            told.append(entry.data)
+    found = next((data for data in told if "done" in data), None)
+    if not same or found is None:
+        return None
+    return found.get("observation"), found.get("reward"), found.get("done"), found.get("info", {})
+
+
+def _is_same(entry: Entry, result: RolloutResult) -> bool:
+    try:
+        other = entry.message
+    except MessageError:
+        return False
+    return isinstance(other, RolloutResult) and np.array_equal(other.token_ids, result.token_ids)
 
 
 def note_end(journal: Journal | None, name: str, episode: Episode) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,11 +16,12 @@ from ...messages.model import GenerateJob, JobFailure, SamplingParams
 from ..calls import History, prompt_fields
 from ..core import ClientCore
 from ..data import as_error, call_either, told
+from ..training import seed_of
 from .asking import ask
 from .environment import Environment, read_step
 from .episode import Episode, Stop, Turn
 from .limits import EpisodeLimits
-from .noting import note_end, note_step
+from .noting import note_end, note_step, recorded_step
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,8 +46,11 @@ class Player:
         limits: EpisodeLimits,
         fields: Mapping[str, Any],
         name: str,
+        *,
+        repeat: Path | str | None = None,
     ) -> None:
         self._core, self._environment, self._limits, self._name = core, environment, limits, name
+        self._repeat = repeat
         self._fields = dict(fields)
         if limits.turn_s is not None:
             self._fields.setdefault("deadline_s", limits.turn_s)
@@ -85,18 +90,26 @@ class Player:
             given = await self._make_room(episode, observation)
             turn = await self._answer(episode, given, held)
             episode.turns.append(turn)
-            answer = await self._ask_environment("step", environment.step, turn.result)
+            known = await self._recorded(episode)
+            answer = known or await self._ask_environment("step", environment.step, turn.result)
             try:
                 step = read_step(answer)
             except BaseException as raised:  # a number of the environment's own may raise anything
                 raise _Ended("failed", _told(as_error(raised))) from raised
             turn.reward, turn.info = step.reward, step.info
             note_step(self._core.journal, self.name(episode), episode, turn, step)
+            if self._repeat is not None and self._core.journal is not None:  # before anybody builds on it
+                await asyncio.to_thread(self._core.journal.flush)
             if step.done:
                 return
             if len(episode.turns) >= self._limits.turns:
                 raise _Ended("turns")
             observation = step.observation
+
+    async def _recorded(self, episode: Episode) -> Any:
+        if self._repeat is None:
+            return None
+        return await asyncio.to_thread(recorded_step, self._repeat, self.name(episode), episode)
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
@@ -108,6 +121,7 @@ class Player:
             "prefer_worker": episode.turns[-1].result.worker_id if episode.turns else None,
             **{name: value for name, value in self._fields.items() if name != "media"},
             "sampling": self._sampling_for(history, given),
+            "seed": self._seed(episode),
             "group_id": name,
             "session_id": name,
         }
@@ -130,6 +144,11 @@ class Player:
         episode.parts[-1] = history.given(np.asarray(prompt[known:], np.int32), new).generated(result)
         end = len(episode.history.token_ids)
         return Turn(result, len(episode.parts) - 1, end - len(result.token_ids), end)
+
+    def _seed(self, episode: Episode) -> int | None:
+        """Each turn's own: with one seed for all, all episodes of a task would be the same."""
+        seed, place = self._fields.get("seed"), f"{episode.number}, {episode.sample}, {len(episode.turns)}"
+        return None if seed is None else seed_of(f"seed {seed}, turn {place}")
 
     def _sampling_for(self, history: History, given: dict[str, Any]) -> SamplingParams:
         left = self._left(history, given)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...messages.broker import Reply
@@ -39,6 +40,7 @@ def run_episodes(
     run: str | None,
     start: int,
     concurrency: int,
+    repeat: Path | str | None,
     fields: Mapping[str, Any],
 ) -> AsyncGenerator[Episode]:
     """See RolloutClient.episodes."""
@@ -50,12 +52,12 @@ def run_episodes(
     for name in fields.keys() - TurnFields.__optional_keys__:
         unknown = "episodes has no such argument"
         raise InvalidField(name, fields[name], instead_of(name, fields[name], unknown, _ARGUMENTS, _PARTS))
-    player = Player(core, environment, limits, fields, run or new_id())
+    player = Player(core, environment, limits, fields, run or new_id(), repeat=repeat)
     episodes = (Episode(task, number, sample) for number, task in enumerate(tasks, start) for sample in range(n))
     return _Run(core, player, resumable=run is not None).all(episodes, concurrency)
 
 
-_ARGUMENTS = ("n", "limits", "run", "start", "concurrency", *TurnFields.__optional_keys__)
+_ARGUMENTS = ("n", "limits", "run", "start", "concurrency", "repeat", *TurnFields.__optional_keys__)
 _PARTS = {"limits": EpisodeLimits, "sampling": SamplingParams, "logprobs": LogprobOptions}
 
 

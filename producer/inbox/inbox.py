@@ -85,6 +85,11 @@ class Inbox:
         """Whether nothing more of a job is to come."""
         return (tracked := self._jobs.get(job_id)) is None or tracked.ended
 
+    def is_whole(self, job_id: str, n: int) -> bool:
+        """Whether all `n` samples of a job have arrived."""
+        tracked = self._jobs.get(job_id)
+        return tracked is not None and len(tracked.arrived - {FAILURE}) == n
+
     def group_jobs(self, group_id: str) -> list[str]:
         """Jobs of a group, in the order they were submitted."""
         return list(self._groups.get(group_id, ()))

@@ -71,7 +71,8 @@ class Asked:
         """The job of `place` among those that were submitted for this prompt."""
         told = f"{self._client_id}/{self.number}/{place}/{samples}/".encode() + base64.b64decode(self.prompt.job)
         fields = {"id": derived_id(self.number, hashlib.blake2b(told, digest_size=10).digest()), "n": len(samples)}
-        if self.job.seed is not None and place:  # sample i gets its seed from i: these are other samples
+        if self.job.seed is not None and place and self.job.exact_version is None:
+            # Sample i gets its seed from i: these are other samples. A reproducible run asks for all of them again.
             fields["seed"] = (self.job.seed + place * self.prompt.n) % _SEEDS
         return self.job.model_copy(update=fields)
 
@@ -142,6 +143,16 @@ class Asked:
             found.setdefault(why, []).append(sample)
         return found
 
+    @property
+    def lacks(self) -> str:
+        """Why a prompt of a reproducible run is not as it has to be, now that nothing more comes; "" if it is."""
+        stopped = any(it.finish_reason == "abort" for it in self.here.values())
+        if self.job.exact_version is None or not (self.missing or stopped):
+            return ""
+        what = f"samples {self.missing}" if self.missing else "what was stopped"
+        why = f": {self.failures[-1]}" if self.failures else ""
+        return f"prompt {self.number} lacks {what}, without which a reproducible run does not go on{why}"
+
     def to_ask(self) -> list[int]:
         """The samples to ask for again, now that all jobs have ended; none if the group has to do without."""
         missing = self.missing
@@ -154,6 +165,8 @@ class Asked:
             if any(failure.outcome == "cancelled" for failure in failed):
                 return []
             self._retries += 1
+        if self.job.exact_version is not None:
+            return list(range(self.prompt.n))
         return missing[: self.wanted - len(self.whole)]
 
 

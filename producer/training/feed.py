@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from ...messages.arguments import checks_arguments
@@ -17,10 +17,12 @@ from ...messages.model import GenerateJob
 from ..core import ClientCore
 from ..inbox import HandOut
 from .asked import Asked, as_text
+from .batches import Batches
 from .books import Books, Measured, Why
 from .generating import Generating
 from .groups import GroupRules, TrainGroup, oldest_version
 from .keeping import checkpoint_number
+from .reproducible import Schedule
 from .staleness import Staleness
 
 RETRY_S = 0.2  # pause before what a full pool refused is submitted again
@@ -48,10 +50,14 @@ class RolloutFeed:
     books: what became of each sample. rules: what makes a group.
     """
 
-    def __init__(self, core: ClientCore, staleness: Staleness, rules: GroupRules, version: int) -> None:
+    def __init__(
+        self, core: ClientCore, staleness: Staleness, rules: GroupRules, version: int, *, reproducible: bool
+    ) -> None:
         self.staleness, self.rules = staleness, rules
         self._core, self.books = core, Books(version)
-        self._pool = Generating(core, self.books, rules, self._wake)
+        self._schedule = Schedule(staleness, rules, self.books) if reproducible else None
+        # What teaches is decided in the order of the prompts then, when a batch is made.
+        self._pool = Generating(core, self.books, replace(rules, teaches=None) if reproducible else rules, self._wake)
         self._ready = self._pool.ready
         self._handed: set[tuple[int, tuple[int, ...]]] = set()  # at the trainer: prompts and samples of groups
         self._given = 0  # samples that were wanted of what the trainer got since the last update
@@ -73,6 +79,10 @@ class RolloutFeed:
         The job's id is the feed's. timeout: seconds to wait for room; None waits for ever. Raises WaitTimeout,
         PoolBusy, InvalidField, and what `RolloutClient.submit` raises; the prompt was not accepted then.
         """
+        if self._schedule is not None:
+            raise InvalidField(
+                "submit", "a job", "`batches` alone in a reproducible run: it says when prompts are accepted"
+            )
         self.staleness.check(job)
         deadline = None if timeout is None else time.monotonic() + timeout
         await self._begin()
@@ -93,7 +103,8 @@ class RolloutFeed:
 
     async def _submit(self, job: GenerateJob) -> PoolBusy | None:
         """Accept a prompt now. Returns the error of a full pool."""
-        bound, spare = self.staleness.bound(job, self.books.version), self.rules.over_sample
+        bound = self._schedule.bound(job) if self._schedule else self.staleness.bound(job, self.books.version)
+        spare = self.rules.over_sample
         number = self.books.accept(job.n + spare, as_text(bound), spare)
         asked = Asked(self._core.client_id, number, bound, self.books.prompts[number], self.rules)
         try:
@@ -125,7 +136,7 @@ class RolloutFeed:
         next update, or nothing is under way any more.
         Empty if nothing is under way. Raises WaitTimeout if there is none within `timeout` seconds.
         """
-        return await self._get(self.staleness.batch_size, timeout, Batches(self, (), timeout))
+        return await anext(Batches(self._get, self.staleness.batch_size, (), timeout), [])
 
     def batches(self, jobs: Iterable[GenerateJob], timeout: float | None = None) -> AsyncIterator[list[TrainGroup]]:
         """Batches as `batch` has them; submits `jobs` as far as the staleness and the pool allow.
@@ -133,7 +144,7 @@ class RolloutFeed:
         Ends when `jobs` are through and nothing is under way. A wait for the next batch that is cancelled or times out
         loses nothing, and the loop can go on. A batch that was given and neither trained nor dropped is in flight.
         """
-        return Batches(self, jobs, timeout)
+        return Batches(self._get, self.staleness.batch_size, jobs, timeout)
 
     async def _get(self, most: int, timeout: float | None, source: Batches | None) -> list[TrainGroup]:
         """See `batch`. source: what to submit meanwhile; None waits for what others submit."""
@@ -147,9 +158,14 @@ class RolloutFeed:
             await self._pool.pump()
             aside.raise_new()
             busy = source is not None and await self._refill(source)
-            if not (found := self._choose(most, source)) and self._pool.stuck and not busy:
+            found = self._choose(most, source)
+            if source is not None and self._schedule is not None and not busy:
+                accepted = self.books.numbers  # what was filtered makes room, before the next update and not after it
+                if (busy := await self._refill(source)) or self.books.numbers > accepted:
+                    continue
+            if not found and self._pool.stuck and not busy:
                 aside.raise_again()
-            if found is not None:
+            if found is not None and not (busy and self._schedule):
                 self._pool.leave_out(self._late(source))
                 return self._hand_out(found)
             left = _left(deadline)
@@ -184,8 +200,12 @@ class RolloutFeed:
         self._drop_stale()
         chosen: list[TrainGroup] = []
         total, full = 0, False
-        for number in sorted(self._ready):
+        schedule = self._schedule
+        for number in sorted(self._ready) if schedule is None else schedule.in_order(self._ready, self._pool.asked):
             group = self._ready[number]
+            if schedule is not None and total < most and not schedule.teaches(group):
+                self._pool.filter(self._ready.pop(number))
+                continue
             if self.rules.deliver == "samples":
                 group = group.first(most - total)
             full = total >= most or (bool(chosen) and total + group.n > most)
@@ -193,7 +213,7 @@ class RolloutFeed:
                 break
             chosen.append(group)
             total += group.n
-        under_way = self._pool.asked and not self._pool.stuck
+        under_way = self._pool.asked and (schedule is not None or not self._pool.stuck)
         enough = most if source is None else self.rules.enough(most)
         more_may_come = source is None or under_way or not (chosen or source.peek() is None)
         if not full and total < enough and more_may_come:
@@ -305,6 +325,8 @@ class RolloutFeed:
 
     def advance(self, version: int) -> None:
         """The weights were updated and are published as `version`. Raises InvalidField unless it is a newer one."""
+        if self._schedule is not None:
+            self._schedule.check_next(version)
         self.books.advance(version)
         self._given = 0
         self._wake()
@@ -312,7 +334,14 @@ class RolloutFeed:
     def renumber(self, version: int) -> None:
         """The same weights are published as `version`, as a restored trainer has to: that is no update. Its number is
         max(publisher.last_version, feed.books.version) + 1. Raises InvalidField for one below `books.version`."""
+        if self._schedule is not None:
+            self._schedule.check_same(version)
         self.books.renumber(version)
+
+    def sampled(self, version: int) -> Future[None]:
+        """Done when nothing is left to be sampled by an older version: `WeightPublisher.publish(…, after=…)`."""
+        self._begun = True
+        return self._pool.when_sampled(version)
 
     def _wake(self) -> None:
         self._changes += 1
@@ -333,7 +362,9 @@ class RolloutFeed:
             raise InvalidField("state", "a checkpoint", "to be loaded before the feed's first call")
         number, read = checkpoint_number(state, self._core.client_id), Books()
         read.load_state_dict(state["books"])
-        self._pool.restored(read)
+        prompts, _ = self._pool.restored(read)
+        if self._schedule is not None:
+            self._schedule.check_restored(prompts)
         self.books.load_state_dict(state["books"])
         self._pool.keeping.checkpoint(number)
 
@@ -362,38 +393,6 @@ class RolloutFeed:
     async def _begin(self) -> None:
         self._begun = True
         await self._pool.begin()
-
-
-class Batches(AsyncIterator[list[TrainGroup]]):
-    """See RolloutFeed.batches. It has the prompts that are still to be submitted, one after the other."""
-
-    def __init__(self, feed: RolloutFeed, jobs: Iterable[GenerateJob], timeout: float | None) -> None:
-        self._feed, self._timeout, self._jobs = feed, timeout, iter(jobs)
-        self._next: list[GenerateJob | None] = []  # empty before it was read
-
-    def peek(self) -> GenerateJob | None:
-        """The one whose turn it is; None when they are through. What `jobs` raises loses none of them.
-
-        Raises InvalidField for what is no job.
-        """
-        if not self._next:
-            found = list(islice(self._jobs, 1))
-            if found and not isinstance(found[0], GenerateJob):
-                raise InvalidField("jobs", found[0], "GenerateJobs")
-            self._next = [*found] or [None]
-        return self._next[0]
-
-    def step(self) -> None:
-        """That one was submitted."""
-        self._next = []
-
-    async def __anext__(self) -> list[TrainGroup]:
-        if found := await self._feed._get(self._feed.staleness.batch_size, self._timeout, self):
-            return found
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """End the loop; what is under way stays with the feed."""
 
 
 def _left(deadline: float | None) -> float | None:

@@ -6,10 +6,11 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import Future
 
 from redis.exceptions import RedisError
 
-from ...messages.errors import InvalidField, PoolBusy
+from ...messages.errors import InvalidField, PoolBusy, RolloutMQError
 from ...messages.model import GenerateJob, JobFailure, RolloutResult
 from ..core import ClientCore
 from ..inbox import FAILURE
@@ -62,6 +63,28 @@ class Generating:
     def running(self) -> list[int]:
         """Prompts of which something is still being generated."""
         return [number for number, asked in self.asked.items() if asked.waiting and number not in self.aside]
+
+    def sampled(self, version: int) -> bool:
+        """Whether nothing is left to be sampled by an older version. What failed is asked for again."""
+        older = [it for it in self.asked.values() if (its := it.job.exact_version) is not None and its < version]
+        return all(self._inbox.is_whole(job_id, len(these)) for it in older for job_id, these in it.waiting.items())
+
+    def when_sampled(self, version: int) -> Future[None]:
+        """Done when that is so; cancelled when the client closes before."""
+        done: Future[None] = Future()
+        if self._begun and self.sampled(version):
+            done.set_result(None)
+        else:
+            self._core.start(self._tell_sampled(version, done))
+        return done
+
+    async def _tell_sampled(self, version: int, done: Future[None]) -> None:
+        try:
+            await self.begin()  # a checkpoint may have prompts in flight
+            await self._core.reader.until(lambda: self.sampled(version), None)
+            done.set_result(None)
+        finally:
+            done.cancel()
 
     def news(self) -> set[int]:
         """Prompts of which something has come that `pump` has not seen."""
@@ -146,6 +169,11 @@ class Generating:
         self._books.drop(number, samples, why, known)
         self._warn_of_stale()
         self.settled(number, samples)
+
+    def filter(self, group: TrainGroup) -> None:
+        """A group that teaches nothing ends."""
+        group.note(self._core.journal, group.samples, dropped="filtered")
+        self.drop(group.number, group.samples, "filtered", group.known())
 
     def leave_out(self, numbers: Collection[int]) -> None:
         """A batch does without the rest of these prompts: it is stopped, and what nobody was given is dropped."""
@@ -238,6 +266,10 @@ class Generating:
     def _go_on(self, asked: Asked) -> None:
         """A prompt whose samples have been judged."""
         self._decide(asked)
+        if asked.complete and asked.lacks:
+            asked.complete = False
+            self.aside.put(asked.number, "on_failed", RolloutMQError(asked.lacks))
+            return
         if asked.complete:
             self._drop_the_rest(asked)
         if asked.complete or self._rules.deliver == "samples":
@@ -322,8 +354,7 @@ class Generating:
         if teaches:
             self.ready[number] = self.ready[number].joined(group) if number in self.ready else group
         else:
-            group.note(self._core.journal, group.samples, dropped="filtered")
-            self.drop(number, group.samples, "filtered", group.known())
+            self.filter(group)
 
     def _teaches(self, group: TrainGroup) -> bool:
         if self._rules.teaches is None or self._rules.teaches(group.rewards):

@@ -12,6 +12,7 @@ from ...messages.errors import InvalidField
 from ...messages.model import GenerateJob, RolloutResult
 from ...sync.transfer import SyncOptions
 from ..blocking import BlockingRolloutClient
+from ..training import seed_of
 from .turns import sampling_of
 from .weights import PoolWeightTransfer, bare, named_weights
 
@@ -31,8 +32,11 @@ class PoolRollouts:
     for the copy, or travels alone under the name `adapter`; see PoolWeightTransfer. On a distributed trainer each rank
     asks for its own prompts, and the first one sends the weights.
 
-    The arguments are those of PoolWeightTransfer. A call raises InvalidField for prompts with images, JobFailed for a
-    completion that no worker can generate, and what PoolWeightTransfer raises.
+    reproducible: the same run has the same samples, whatever happens to the pool. Step k samples with version k + 1 and
+    with seeds of its own, on deterministic workers. A trainer that is killed has to save a checkpoint after each step.
+
+    The other arguments are those of PoolWeightTransfer. A call raises InvalidField for prompts with images, JobFailed
+    for a completion that no worker can generate, and what PoolWeightTransfer raises.
     """
 
     def __init__(
@@ -41,8 +45,13 @@ class PoolRollouts:
         pool: str = "default",
         *,
         adapter: str | None = None,
+        reproducible: bool = False,
         **settings: Unpack[SyncOptions],
     ) -> None:
+        if reproducible and adapter is not None:
+            raise InvalidField("adapter", adapter, "None in a reproducible run: no job asks for one adapter's version")
+        self._reproducible = reproducible
+        self._asked = (-1, 0)  # step, and how many prompts of it were asked for
         self.weights = PoolWeightTransfer(redis_url, pool, adapter=adapter, **settings)
         self._client: BlockingRolloutClient | None = None
         self._trainer: Any = None
@@ -90,7 +99,8 @@ class PoolRollouts:
             model.merge_adapter()
         try:
             if self._trainer.accelerator.is_main_process:
-                self.weights.send_weights(named_weights(model))
+                version = self._trainer.state.global_step + 1 if self._reproducible else None
+                self.weights.send_weights(named_weights(model), version)
             else:
                 for _ in named_weights(model):  # the gathers of sharded parameters need every rank
                     pass
@@ -112,7 +122,7 @@ class PoolRollouts:
         least = "min_version" if self.weights.adapter is None else "min_adapter_version"
         bounds: dict[str, Any] = self._fields | {least: self._version}
         jobs = [
-            GenerateJob.build(token_ids=list(ids), n=len(list(same)), **bounds)
+            GenerateJob.build(token_ids=list(ids), n=len(list(same)), **bounds | self._exact())
             for ids, same in itertools.groupby(map(list, prompts))
         ]
         handles = client.submit_many(jobs, timeout=None)
@@ -124,6 +134,14 @@ class PoolRollouts:
         return prompts, [it.token_ids.tolist() for it in results], [list(_logprobs(it)) for it in results], None
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _exact(self) -> dict[str, Any]:
+        """The version and the seed of the next prompt of a reproducible run, by step, rank and place."""
+        if not self._reproducible:
+            return {}
+        step, rank = self._trainer.state.global_step, self._trainer.accelerator.process_index
+        self._asked = (step, self._asked[1] + 1 if self._asked[0] == step else 0)
+        return {"exact_version": self._version, "seed": seed_of(f"step {step}, rank {rank}, prompt {self._asked[1]}")}
 
     def _take_over(self, trainer: Any) -> None:
         if trainer.args.use_vllm:

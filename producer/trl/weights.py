@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, Unpack
 
 import torch
@@ -94,16 +95,21 @@ class PoolWeightTransfer:
     def resume(self) -> None:
         """Does nothing; see `pause`."""
 
-    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:
         """Publish the next version.
 
-        iterator: (name, tensor) pairs of the whole model. With an `adapter` they are not used.
+        iterator: (name, tensor) pairs of the whole model. With an `adapter` they are not used. version: its number, in
+        a reproducible run; the pool may have had it from a trainer that was killed.
         Raises WeightSyncError if the first version fails, the trainer's weights have NaN or Inf in them, or no worker
         took the last few versions.
         """
         publisher = self._open()
         self._look_at_last()
-        if self.adapter is None:
+        if version is not None:
+            after: Future[None] = Future()
+            after.set_result(None)  # all that the version before had to sample is here
+            handle = publisher.publish(version, iterator, after=after)
+        elif self.adapter is None:
             version = max(publisher.last_version, self.above) + 1
             handle = publisher.publish(version, iterator)
         else:

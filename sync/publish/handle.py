@@ -145,13 +145,20 @@ class PublishHandle:
 
 @dataclass(slots=True)
 class Publication:
-    """A publication until its report: what is sent, and since when. config: a LoRA adapter's."""
+    """A publication until its report: what is sent, and since when. config: a LoRA adapter's. after: what it waits for,
+    None for nothing; it is not superseded then, and may have been published before."""
 
     packed: PackedWeights
     handle: PublishHandle
     began: float
     adapter: str = ""
     config: dict[str, Any] = field(default_factory=dict)
+    after: Future[None] | None = None
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether what it waits for has come."""
+        return self.after is None or self.after.done()
 
     @property
     def name(self) -> str:

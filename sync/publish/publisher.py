@@ -26,6 +26,7 @@ from ..packing import PackedWeights, release_host_memory
 from ..tensors import Places, Snapshot, side_stream
 from ..transfer import Ledger, SyncOptions, SyncSettings
 from ..wire import own_address_towards
+from .again import insist
 from .handle import Publication, PublishHandle, PublishProgress, PublishReport
 from .saver import SnapshotSaver, store_of
 from .sender import Sender
@@ -76,7 +77,7 @@ class WeightPublisher:
         self._like: Places | None = None
         self._lock = threading.Lock()
         self._last = {"": 0}  # newest version: of the weights under "", of adapters under their names
-        self._waiting: dict[str, Publication] = {}  # the newest of each that waits for its turn
+        self._waiting: list[Publication] = []  # in order; of each name the newest, and those of a reproducible run
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sending: list[PublishHandle] = []
@@ -128,7 +129,11 @@ class WeightPublisher:
         return self._saver.failed if self._saver is not None else 0
 
     def publish(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
+        *,
+        after: Future[None] | None = None,
     ) -> PublishHandle:
         """Copy `tensors`, and send them as `version` in the background.
 
@@ -138,6 +143,9 @@ class WeightPublisher:
             see also `rename`. They may be on any device, may be DTensors, and have dtypes that the engine takes (see
             `SyncSettings.dtype`). On a distributed trainer every rank calls it, with the same names in the same order.
         version: higher than every one before.
+        after: of a reproducible run, `RolloutFeed.sampled(version)`. The version is announced when that is done; it
+            comes in its turn, however many wait. A trainer that was killed publishes its versions under their numbers
+            again: what the pool has had is not sent, and other tensors are an error.
 
         An earlier version that still waits for its turn is given up as "superseded". Raises InvalidField, or
         WeightSyncError after `close`.
@@ -156,9 +164,10 @@ class WeightPublisher:
         self._like = packed.places
         # Checked only now: only the leader knows the ledger's newest version, and the other ranks would wait in a
         # gather for a leader that raises before it.
-        if isinstance(version, bool) or not isinstance(version, int) or version <= self._last[""]:
-            raise InvalidField("version", version, f"an integer above {self._last['']}, the newest one")
-        return self._queue(Publication(packed, PublishHandle(version, self._abort), began))
+        least = self._last[""] if after is None else 0
+        if isinstance(version, bool) or not isinstance(version, int) or version <= least:
+            raise InvalidField("version", version, f"an integer above {least}, the newest one")
+        return self._queue(Publication(packed, PublishHandle(version, self._abort), began, after=after))
 
     def publish_adapter(
         self,
@@ -194,7 +203,7 @@ class WeightPublisher:
         """Let it wait for its turn, in the place of an older version of the same name that waits."""
         version, adapter, handle = order.packed.version, order.adapter, order.handle
         if not self._leader:
-            self._last[adapter] = version
+            self._last[adapter] = max(version, self._last.get(adapter, 0))
             handle._future.set_result(PublishReport(version, "delegated", adapter=adapter))
             return handle
         with self._lock:
@@ -202,19 +211,34 @@ class WeightPublisher:
                 raise WeightSyncError("the publisher is closed")
             if self._journal is not None:
                 handle._future.add_done_callback(partial(_note, self._journal, version, adapter))
-            self._last[adapter] = version
-            skipped = self._waiting.get(adapter)
-            self._waiting[adapter] = order
+            self._last[adapter] = max(version, self._last.get(adapter, 0))
+            skipped = [it for it in self._waiting if it.adapter == adapter and it.after is None]
+            self._waiting = [it for it in self._waiting if it not in skipped] + [order]
             self._poke()
-        if skipped is not None:
-            skipped.tell("superseded")
+        if order.after is not None:
+            order.after.add_done_callback(lambda _: self._poke())
+        for one in skipped:
+            one.tell("superseded")
         return handle
+
+    def _next(self) -> Publication | None:
+        """Take the one whose turn it is: weights before adapters, and each name's in their order."""
+        if self._closing:
+            for late in [it for it in self._waiting if not it.may_begin]:
+                self._waiting.remove(late)
+                late.tell("aborted", failures={"trainer": "the publisher was closed before its turn"})
+        firsts = {order.adapter: order for order in reversed(self._waiting)}
+        ready = [order for order in self._waiting if order.may_begin and firsts[order.adapter] is order]
+        chosen = min(ready, key=lambda it: it.adapter != "", default=None)
+        if chosen is not None:
+            self._waiting.remove(chosen)
+        return chosen
 
     def _abort(self, handle: PublishHandle) -> None:
         with self._lock:
-            waiting = [order for order in self._waiting.values() if order.handle is handle]
+            waiting = [order for order in self._waiting if order.handle is handle]
             for order in waiting:
-                del self._waiting[order.adapter]
+                self._waiting.remove(order)
         for order in waiting:
             order.tell("aborted", failures={"trainer": handle.aborted})
         loop, sender = self._loop, self._sender
@@ -254,8 +278,8 @@ class WeightPublisher:
                 return
             log.exception("the weight publisher stopped")
             with self._lock:
-                self._closing, orders, self._waiting = True, self._waiting, {}
-            for order in orders.values():
+                self._closing, orders, self._waiting = True, self._waiting, []
+            for order in orders:
                 order.handle._future.set_exception(WeightSyncError(f"the weight publisher stopped: {error}"))
 
     async def _serve(self) -> None:
@@ -275,10 +299,13 @@ class WeightPublisher:
             self._started.set_result(await sender.open())
             async with asyncio.TaskGroup() as tasks:  # each publication is followed while the next one begins
                 while True:
-                    await sender.until(lambda: (bool(self._waiting) or self._closing) and sender.free)
+                    await sender.until(
+                        lambda: (self._closing or any(it.may_begin for it in self._waiting)) and sender.free
+                    )
                     with self._lock:
-                        turn = "" if "" in self._waiting else next(iter(self._waiting), "")  # weights before adapters
-                        order = self._waiting.pop(turn, None)
+                        order = self._next()
+                        if order is None and not self._closing:
+                            continue
                     if order is None:
                         return
                     begun = asyncio.Event()
@@ -310,8 +337,10 @@ class WeightPublisher:
                 why = f"tensor {snapshot.nonfinite[0]} has NaN or Inf in it ({do}); nonfinite='allow' sends it"
                 log.error("%s is not sent: %s", order.name, why)
                 report = order.report("failed", failures={"trainer": why}, nbytes=snapshot.manifest.nbytes)
+            elif order.after is not None and order.after.cancelled():
+                report = order.report("aborted", failures={"trainer": "what it waited for was given up"})
             else:
-                report = await sender.send(snapshot, order, begun.set)
+                report = await self._deliver(sender, snapshot, order, begun)
         except Exception as error:
             order.handle._future.set_exception(WeightSyncError(f"{order.name}: {error}"))
             log.exception("%s could not be sent", order.name)
@@ -319,6 +348,19 @@ class WeightPublisher:
         if report.state == "committed" and self._saver is not None and not order.adapter:
             self._saver.offer(snapshot)
         handle._future.set_result(report)
+
+    async def _deliver(
+        self, sender: Sender, snapshot: Snapshot, order: Publication, begun: asyncio.Event
+    ) -> PublishReport:
+        if order.after is None:
+            return await sender.send(snapshot, order, begun.set)
+
+        async def send() -> PublishReport:
+            if await sender.has_offered(snapshot):
+                return order.report("committed", nbytes=snapshot.manifest.nbytes)
+            return await sender.send(snapshot, order, begun.set)
+
+        return await insist(send, order.name, lambda: self._closing or bool(order.handle.aborted))
 
 
 def _note(journal: Journal, version: int, adapter: str, outcome: Future[PublishReport]) -> None:

@@ -27,6 +27,7 @@ from ..transfer import (
     read_report,
     through_outage,
 )
+from .again import is_known
 from .handle import Phase, Publication, PublishProgress, PublishReport, State
 from .hub import Hub, Outgoing
 
@@ -229,6 +230,19 @@ class Sender:
         if run.failures and (run.committed or not run.superseded):
             log.warning("%s: %s", order.name, run.failures)
         return run.report()
+
+    async def has_offered(self, snapshot: Snapshot) -> bool:
+        """Whether the pool has had these weights under their number. If they are the committed ones, workers that come
+        late get them from here. Raises WeightSyncError if it had others."""
+        known, newest = await is_known(self._ledger, snapshot)
+        if newest:
+            outgoing = await asyncio.to_thread(self._hub.offer, snapshot, frozenset())
+            outgoing.committed = outgoing.sources.late = True
+            self._offered.setdefault("", []).append(outgoing)
+            self._tidy()
+            holder = VersionHolder(snapshot.manifest.version, self._hub.address, outgoing.token)
+            await self._ledger.holds("", holder)
+        return known
 
     async def _replace(self, version: int, adapter: str) -> None:
         """Give up what nobody has begun to take, and let go of its memory before there is more."""

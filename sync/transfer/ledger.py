@@ -125,10 +125,10 @@ class Ledger:
 
     async def announce(self, announcement: WeightAnnouncement) -> None:
         """Open the transfer and ring the bell. Raises WeightSyncError if other weights have the number, or a higher."""
-        message = encode(announcement)
-        state = await self._scripts.run(
-            calls.announce(announcement.epoch, _what(announcement), message, REMEMBER_S, b64encode(message).decode())
-        )
+        message, what = encode(announcement), _what(announcement)
+        told = b64encode(message).decode()
+        call = calls.announce(announcement.epoch, what, message, REMEMBER_S, told, announcement.digest)
+        state = await self._scripts.run(call)
         if state == b"taken":
             raise WeightSyncError(
                 f"version {announcement.version}: another trainer or an operator's command has given this number or a "

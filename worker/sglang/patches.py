@@ -123,7 +123,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "managers.schedule_batch:Req.update_finish_state",
         by="inside.stops.watch",
-        why="look for stops before SGLang's own check, in requests that have some",
+        why="look for stops before SGLang's own check, in requests that have some, and for every end before an abort",
     ),
     Patch(
         "managers.schedule_batch:FINISH_MATCHED_STR",

@@ -101,3 +101,5 @@ def test_images_and_vllm_are_refused() -> None:
         rollouts([], SimpleNamespace(args=SimpleNamespace(use_vllm=True)))
     with pytest.raises(InvalidField, match="images"):
         rollouts.generate([[1]], [["picture"]], 1)
+    with pytest.raises(InvalidField, match=r"adapter='policy': .*in a reproducible run"):
+        made.PoolRollouts("redis://127.0.0.1:1", adapter="policy", reproducible=True)

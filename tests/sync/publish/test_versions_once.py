@@ -39,6 +39,21 @@ async def test_a_number_that_was_announced_is_not_given_again(redis_db: str, led
         assert (await publish(source, 6)).state == "committed"
 
 
+async def test_only_the_same_weights_come_again_under_their_number(ledger: Ledger) -> None:
+    """A trainer was killed before any worker had them. Once one has, nobody needs them again."""
+    first = announcement(5, await ledger.new_epoch()).model_copy(update={"digest": "a" * 32})
+    await ledger.announce(first)
+    for change in ({"digest": "b" * 32}, {"digest": ""}, {"version": 4}):
+        with pytest.raises(WeightSyncError, match="another trainer"):
+            await ledger.announce(first.model_copy(update=change | {"epoch": await ledger.new_epoch()}))
+    again = first.model_copy(update={"epoch": await ledger.new_epoch()})
+    await ledger.announce(again)
+    await ledger.report(again, "w", TransferReport(ok=True, phase="done"))
+    assert (await ledger.committed(), await ledger.digest_of(5)) == (5, "a" * 32)
+    with pytest.raises(WeightSyncError, match="another trainer"):
+        await ledger.announce(first.model_copy(update={"epoch": await ledger.new_epoch()}))
+
+
 async def test_every_rank_of_a_trainer_knows_the_next_version(
     redis_db: str, ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:

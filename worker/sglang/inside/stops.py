@@ -3,6 +3,9 @@
 SGLang's own stop texts are not used. They need its tokenizer in every process, search a window of as many tokens as the
 text usually has, and do not know earlier legs. Instead, SGLang's check of a request that has stops is replaced, for
 that request alone.
+
+An abort lets a request sample one more token, and SGLang ends it without a look at that one. The next leg would go on
+behind an end of sequence. So the check of every request looks at its newest token first, and aborts it then.
 """
 
 from __future__ import annotations
@@ -24,9 +27,13 @@ _ATTRIBUTE = "rolloutmq_matcher"
 
 
 def watch(req: Any, tokenizer: EngineTokenizer | None) -> None:
-    """Follow a request (`Req`) that is about to wait, if it has stops. A second call has no effect."""
+    """Follow a request (`Req`) that is about to wait. A second call has no effect."""
     extras = extras_of(req)
-    if STOPS not in extras or hasattr(req, _ATTRIBUTE) or req.finished() or req.to_finish:
+    if hasattr(req, _ATTRIBUTE) or req.finished() or req.to_finish:
+        return
+    setattr(req, _ATTRIBUTE, True)
+    if STOPS not in extras:
+        _replace(req, _before_an_abort(req, req.update_finish_state))
         return
     texts, regexes, sequences, tokens = extras[STOPS]
     stops = Stops(
@@ -42,10 +49,25 @@ def watch(req: Any, tokenizer: EngineTokenizer | None) -> None:
         logger.exception("stops cannot be looked for")
         req.set_finish_with_abort(_lost(error))
         return
-    setattr(req, _ATTRIBUTE, True)
-    patches.replace_on(
-        req, "managers.schedule_batch:Req.update_finish_state", _watched(req, matcher, frozenset(tokens))
-    )
+    _replace(req, _before_an_abort(req, _watched(req, matcher, frozenset(tokens))))
+
+
+def _replace(req: Any, check: Callable[..., Any]) -> None:
+    patches.replace_on(req, "managers.schedule_batch:Req.update_finish_state", check)
+
+
+def _before_an_abort(req: Any, check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the check that lets an abort wait until the newest token was looked at. An error does not wait."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        aborted = req.to_finish
+        if aborted and req.output_ids and getattr(aborted, "status_code", None) is None:
+            req.to_finish = None
+            check(*args, **kwargs)
+            req.to_finish = None if req.finished() else aborted
+        return check(*args, **kwargs)
+
+    return checked
 
 
 def abort(message: str) -> Any:
