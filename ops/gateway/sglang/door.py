@@ -1,0 +1,151 @@
+"""The routes of SGLang's server, and of its router, as trainers call them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as Http
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ....messages.errors import InvalidField, WeightSyncError
+from ..about import loads, model_info, server_info
+from ..call import body_of
+from ..control import Control, number
+from ..door import Door, as_json
+from ..gateway import Gateway
+from ..tenants import Tenant
+from .generate import GENERATE
+
+Handler = Callable[[Tenant, dict[str, Any]], Awaitable[Any]]
+
+
+class SGLangDoor(Door):
+    """The handlers of SGLang's API. Those of control are for the tenant that asks: see Control."""
+
+    def __init__(self, gateway: Gateway, control: Control) -> None:
+        super().__init__(gateway)
+        self._control = control
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        posts: dict[str, Handler] = {
+            "/abort_request": self._abort,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/flush_cache": self._flush,
+            "/update_weights_from_disk": self._from_disk,
+            "/pull_weights": self._pull,
+            "/begin_weight_update": self._begin,
+            "/end_weight_update": self._end,
+            "/update_weight_version": self._name_version,
+        }
+        gets: dict[str, Handler] = {
+            "/flush_cache": self._flush,
+            "/v1/loads": self._loads,
+            "/get_weight_version": self._model,
+            "/model_info": self._model,
+            "/get_model_info": self._model,
+            "/server_info": self._server,
+            "/get_server_info": self._server,
+        }
+        return [
+            Route("/generate", partial(self.generate, form=GENERATE), methods=["POST", "PUT"]),
+            *(Route(path, partial(self._do, handler=it), methods=["POST"]) for path, it in posts.items()),
+            *(Route(path, partial(self._do, handler=it), methods=["GET"]) for path, it in gets.items()),
+            Route("/workers", self._workers, methods=["GET"]),
+            Route("/workers", self._worker, methods=["POST"]),
+            Route("/workers/{id}", self._worker, methods=["DELETE"]),
+            Route("/add_worker", self._worker, methods=["POST"]),
+            Route("/remove_worker", self._worker, methods=["POST"]),
+            Route("/list_workers", self._workers, methods=["GET"]),
+        ]
+
+    async def _do(self, http: Http, handler: Handler) -> Response:
+        tenant = self.tenant(http)
+        answer = await handler(tenant, await body_of(http) if http.method == "POST" else {})
+        return answer if isinstance(answer, Response) else as_json(answer)
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    async def _abort(self, tenant: Tenant, body: dict[str, Any]) -> Any:
+        everything, rid = body.get("abort_all"), body.get("rid")
+        if everything is not True and not isinstance(rid, str):
+            raise InvalidField("rid", rid, "a text, or abort_all")
+        count = await self._control.abort(tenant, None if everything is True else [rid])
+        return {"success": True, "aborted": count}
+
+    async def _pause(self, tenant: Tenant, body: dict[str, Any]) -> Any:
+        await self._control.pause(tenant, body.get("mode", "abort"))
+        return {"message": "New requests wait.", "status": "ok"}
+
+    async def _continue(self, tenant: Tenant, _: dict[str, Any]) -> Any:
+        await self._control.resume(tenant)
+        return {"message": "Requests go on.", "status": "ok"}
+
+    async def _flush(self, tenant: Tenant, _: dict[str, Any]) -> Any:
+        await self._control.flush(tenant)
+        return {"success": True, "message": "No prefix of older weights is used."}
+
+    # --- what there is ---------------------------------------------------------------------------------------------
+
+    async def _loads(self, tenant: Tenant, _: dict[str, Any]) -> Any:
+        return loads(await self._control.load(tenant))
+
+    async def _model(self, tenant: Tenant, _: dict[str, Any]) -> Any:
+        return await model_info(self._control, tenant)
+
+    async def _server(self, tenant: Tenant, _: dict[str, Any]) -> Any:
+        return await server_info(self._control, tenant)
+
+    async def _workers(self, http: Http) -> Response:
+        """One worker: the pool, under the URL by which it was asked for."""
+        self.tenant(http)
+        url = str(http.base_url).rstrip("/")
+        worker = {"id": "pool", "url": url, "worker_type": "regular", "is_healthy": True, "load": 0}
+        return as_json({"workers": [worker], "urls": [url], "total": 1})
+
+    async def _worker(self, http: Http) -> Response:
+        """A trainer's servers are this pool: there is nothing to add or remove."""
+        self.tenant(http)
+        said = {"status": "accepted", "worker_id": "pool", "message": "Workers join the pool by themselves."}
+        return as_json(said, 202 if http.url.path.endswith("/workers") else 200)
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    async def _from_disk(self, tenant: Tenant, body: dict[str, Any]) -> Any:
+        if body.get("abort_all_requests") is True:
+            await self._control.abort(tenant)
+        try:
+            version = await self._control.load_weights(tenant, body.get("model_path"), body.get("weight_version"))
+        except (InvalidField, WeightSyncError) as error:
+            return as_json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+        return _done(f"The pool serves it as version {version}.") | {"num_paused_requests": 0}
+
+    async def _pull(self, tenant: Tenant, body: dict[str, Any]) -> Any:
+        version = number(body.get("target_version"))
+        if version is None:
+            raise InvalidField("target_version", body.get("target_version"), "a number")
+        source = f"{body.get('source_dir')}/weight_v{version:06d}"
+        await self._control.pull(tenant, body.get("local_checkpoint_dir"), source)
+        return _done(f"update_weights_from_disk will take {source}.")
+
+    async def _begin(self, tenant: Tenant, _: dict[str, Any]) -> Any:
+        self.gateway.check_owns(tenant, "An update of the weights")
+        return _done("What comes is served when the update ends.")
+
+    async def _end(self, tenant: Tenant, _: dict[str, Any]) -> Any:
+        await self._control.end(tenant)
+        return _done("What came is served.")
+
+    async def _name_version(self, tenant: Tenant, body: dict[str, Any]) -> Any:
+        if body.get("abort_all_requests") is True:
+            await self._control.abort(tenant)
+        await self._control.end(tenant, body.get("new_version"))
+        return _done("Versions are numbers that only rise.") | {"new_version": body.get("new_version")}
+
+
+def _done(message: str) -> dict[str, Any]:
+    return {"success": True, "message": message}
