@@ -115,7 +115,7 @@ async def test_a_key_in_the_path_is_a_key_and_in_no_log(
 
 
 async def test_who_sends_no_key_is_the_ports_tenant(redis_db: str, tmp_path: Path) -> None:
-    file, keys = keys_file(tmp_path, {"a": "", "b": ""})
+    file, _ = keys_file(tmp_path, {"a": "", "b": ""})
     async with worker(redis_db), gateway(redis_db, keys=file, tenant="b") as client:
         assert (await client.get("/v1/models")).status_code == 200
         assert (await client.get("/v1/models", headers=bearer("wrong"))).status_code == 401

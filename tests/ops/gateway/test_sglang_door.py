@@ -7,6 +7,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ async def test_streams_say_all_that_there_is(redis_db: str) -> None:
     lengths = [len(it["output_ids"]) for it in found]
     assert lengths == sorted(lengths)
     assert lengths[-1] == 4
-    for shorter, longer in zip(found, found[1:], strict=False):
+    for shorter, longer in pairwise(found):
         assert longer["output_ids"][: len(shorter["output_ids"])] == shorter["output_ids"]
     for one in found:
         assert [it[1] for it in one["meta_info"]["output_token_logprobs"]] == one["output_ids"]
