@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...messages.errors import InvalidField, RolloutMQError, WaitTimeout
+from ...messages.errors import InvalidField, RolloutMQError, WaitTimeout, WeightSyncError
 from ...messages.redis import text
 from ...producer.control import PoolControl
+from ..http import Refused
 from .gateway import Gateway
 from .pool_gateway import PoolGateway
 from .requests import id_of
@@ -135,12 +136,14 @@ class Control:
     async def load_weights(self, tenant: Tenant, path: Any, said: Any = None) -> int:
         """Serve a folder's weights as a new version, which is returned. said: what the trainer calls it.
 
-        Raises InvalidField, WeightSyncError.
+        Raises InvalidField.
         """
         self.gateway.check_owns(tenant, "New weights")
         weights = (await self.pool(tenant)).weights
         source = weights.pulled.pop(path, path) if isinstance(path, str) else path
-        return await weights.load(await asyncio.to_thread(below, self._root(tenant), source), number(said))
+        folder = await asyncio.to_thread(below, self._root(tenant), source)
+        with self._told():
+            return await weights.load(folder, number(said))
 
     async def pull(self, tenant: Tenant, path: Any, source: str) -> None:
         """Take the weights in `source` when the trainer says that those in its servers' own folder `path` are next."""
@@ -152,19 +155,21 @@ class Control:
         weights.pulled = {path: source}
 
     async def end(self, tenant: Tenant, said: Any = None) -> None:
-        """Serve what weights were received. said: what the trainer calls them. Raises WeightSyncError."""
+        """Serve what weights were received. said: what the trainer calls them."""
         self.gateway.check_owns(tenant, "New weights")
-        await (await self.pool(tenant)).weights.end(number(said))
+        with self._told():
+            await (await self.pool(tenant)).weights.end(number(said))
 
     async def load_adapter(self, tenant: Tenant, name: Any, path: Any) -> None:
         """Serve a folder's adapter under this name, to this tenant alone where it shares the pool.
 
-        Raises InvalidField, WeightSyncError.
+        Raises InvalidField.
         """
         if not isinstance(name, str) or not name:
             raise InvalidField("lora_name", name, "a name")
         folder = await asyncio.to_thread(below, self._root(tenant), path)
-        await (await self.pool(tenant)).weights.load_adapter(self.gateway.adapter(tenant, name), folder)
+        with self._told():
+            await (await self.pool(tenant)).weights.load_adapter(self.gateway.adapter(tenant, name), folder)
 
     async def unload_adapter(self, tenant: Tenant, name: Any) -> None:
         """Have workers forget an adapter, unless jobs use it: then they forget it when they need the room."""
@@ -172,6 +177,15 @@ class Control:
             raise InvalidField("lora_name", name, "a name")
         with contextlib.suppress(RolloutMQError):
             await (await self.pool(tenant)).weights.unload_adapter(self.gateway.adapter(tenant, name))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _told() -> Iterator[None]:
+        """Weights that the pool does not take are the trainer's fault, which no other attempt mends."""
+        try:
+            yield
+        except WeightSyncError as error:
+            raise Refused(400, "weights_refused", str(error)) from error
 
     def _root(self, tenant: Tenant) -> Any:
         return tenant.weights_from or self.gateway.settings.weights_from

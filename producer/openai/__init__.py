@@ -11,7 +11,7 @@ from .chunks import GrowingText, stream_chunks
 from .embeddings import embedding_job, embedding_response
 from .errors import error_of
 from .fields import log_once, switch
-from .logprobs import Tokens, bytes_reader
+from .logprobs import Tokens, bytes_reader, prompt_logprobs
 from .models import model_list
 from .request import Render, Request, chat_request, completion_request
 from .response import meta_info, not_begun, prompt_ids_of, response, text_of, version_spans, weight_versions
@@ -34,6 +34,7 @@ __all__ = [
     "model_list",
     "not_begun",
     "prompt_ids_of",
+    "prompt_logprobs",
     "response",
     "stream_chunks",
     "switch",

@@ -12,7 +12,7 @@ import numpy as np
 from ...messages.ids import is_id
 from ...messages.model import GenerateJob, RolloutResult, Segment
 from ..calls import Delta
-from .logprobs import Decode, TokenBytes, Tokens, chat_logprobs, completion_logprobs
+from .logprobs import Decode, TokenBytes, Tokens, chat_logprobs, completion_logprobs, prompt_logprobs
 from .request import Request
 
 OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
@@ -177,6 +177,8 @@ def _choice(
     else:
         choice["text"] = text
     choice |= ending(request, sample, bool(calls)) | prompt_fields(request, prompt)
+    if (scored := prompt_logprobs(sample)) is not None:
+        choice["prompt_logprobs"] = scored
     if request.meta_info:
         choice["meta_info"] = meta_info(sample, len(prompt), tokens if request.logprobs else None)
     return choice | token_fields(request, sample, decode, token_bytes)

@@ -10,7 +10,8 @@ from starlette.requests import Request as Http
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ....messages.errors import InvalidField, WeightSyncError
+from ....messages.errors import InvalidField
+from ...http import Refused
 from ..about import loads, model_info, server_info
 from ..call import body_of
 from ..control import Control, number
@@ -120,7 +121,9 @@ class SGLangDoor(Door):
             await self._control.abort(tenant)
         try:
             version = await self._control.load_weights(tenant, body.get("model_path"), body.get("weight_version"))
-        except (InvalidField, WeightSyncError) as error:
+        except (InvalidField, Refused) as error:
+            if isinstance(error, Refused) and error.status != 400:
+                raise
             return as_json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
         return _done(f"The pool serves it as version {version}.") | {"num_paused_requests": 0}
 

@@ -12,7 +12,7 @@ import numpy as np
 from ....messages.errors import InvalidField
 from ....messages.model import RolloutResult
 from ....producer.calls import Delta
-from ....producer.openai import Request, log_once
+from ....producer.openai import Request, log_once, prompt_logprobs
 from ..call import Call
 from ..door import Answered, Decode, Form, Kind, chunks_of
 
@@ -63,7 +63,7 @@ def show_generate(answered: Answered) -> dict[str, Any]:
     shown = {name: answer[name] for name in ("model", "created", "usage", "weight_version") if name in answer}
     shown |= {"request_id": call.key or answer["id"], "output_mode": "tokens", "choices": choices}
     first = samples[0] if samples else None
-    shown["prompt_logprobs"] = None if first is None else _of_prompt(first)
+    shown["prompt_logprobs"] = None if first is None else prompt_logprobs(first)
     shown["prompt_token_ids"] = answer["prompt_token_ids"] if call.body.get("return_token_ids") is True else None
     return shown
 
@@ -94,21 +94,6 @@ def _npy(rows: Any) -> bytes:
     file = BytesIO()
     np.save(file, rows, allow_pickle=False)
     return file.getvalue()
-
-
-def _of_prompt(sample: RolloutResult) -> list[dict[str, Any] | None] | None:
-    """The prompt's log-probabilities by position: token id -> {"logprob"}; None for the first token."""
-    own, prompt = sample.arrays.get("prompt_logprobs"), sample.prompt_ids
-    if own is None or prompt is None:
-        return None
-    rows: list[dict[str, Any] | None] = [None]
-    ids, tops = sample.arrays.get("prompt_top_ids"), sample.arrays.get("prompt_top_logprobs")
-    for place in range(1, prompt.size):
-        row = {} if ids is None or tops is None else dict(zip(ids[place].tolist(), tops[place].tolist(), strict=True))
-        row |= {int(prompt[place]): float(own[place])}
-        rest = {"rank": None, "decoded_token": None}
-        rows.append({str(token): {"logprob": value} | rest for token, value in row.items()})
-    return rows
 
 
 async def stream_generate(
