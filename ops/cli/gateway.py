@@ -34,6 +34,7 @@ def gateway(
     tenant: Annotated[str | None, typer.Option(help="Who sends no key is this tenant of --keys.")] = None,
     weights_from: Annotated[Path | None, typer.Option(help="Tenants' weights and adapters are below it.")] = None,
     snapshots: Annotated[Path | None, typer.Option(help="Save their versions here, in a folder a pool.")] = None,
+    receiver_device: Annotated[str, typer.Option(help="Where trainers' broadcasts arrive: cpu, or cuda:0.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print where it listens as one line of JSON.")] = False,
     log_level: LogLevel = "info",
 ) -> None:
@@ -75,6 +76,7 @@ def gateway(
         Settings(
             redis, pool, served_model_name, tokenizer, keys, given,
             tenant=tenant, weights_from=weights_from, snapshots=snapshots,
+            receiver_device=receiver_device,
         )
     )  # fmt: skip
     if tokenizer is not None:

@@ -12,14 +12,12 @@ from .tenants import Tenant
 async def server_info(control: Control, tenant: Tenant) -> dict[str, Any]:
     """The answer of /server_info: SGLang's arguments of the pool's workers, and `vllm_config`."""
     pool = await control.pool(tenant)
-    alive, model = (await pool.facts.read()).alive, await pool.facts.model()
-    first = alive[0] if alive else None
-    tp, pp, ep = (first.tp_size, first.pp_size, first.ep_size) if first is not None else (1, 1, 1)
+    model = await pool.facts.model()
     load = await control.load(tenant)
     # One rank takes part in a trainer's broadcasts, however many GPUs there are: see `world_size`.
     parallel = {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": 1}
     sglang = {"model_path": model.path, "served_model_name": model.name, "tokenizer_path": model.path}
-    sglang |= {"tp_size": tp, "pp_size": pp, "ep_size": ep, "dp_size": 1, "disaggregation_mode": "null"}
+    sglang |= {"tp_size": 1, "pp_size": 1, "ep_size": 1, "dp_size": 1, "disaggregation_mode": "null"}
     sglang |= {"enable_memory_saver": False, "enable_lora": True, "context_length": model.context, "version": "0.5.23"}
     lora = {"max_lora_rank": 64, "max_loras": 64}
     about = {"model": model.path, "dtype": "torch.bfloat16", "max_model_len": model.context}

@@ -103,7 +103,7 @@ class Control:
         """Publish what weights were received, and have the tenant's requests go on."""
         pool = await self.pool(tenant)
         if self.gateway.owns(tenant):
-            await pool.weights.end()
+            await self.end(tenant)
         await pool.pauses.set(tenant.name, False)
 
     async def load(self, tenant: Tenant) -> Load:
@@ -126,8 +126,8 @@ class Control:
     async def flush(self, tenant: Tenant) -> None:
         """Drop cached prefixes. In a shared pool nothing is dropped: others', and none of older weights, are used."""
         if self.gateway.owns(tenant):
+            await self.end(tenant)
             pool = await self.pool(tenant)
-            await pool.weights.end()
             async with PoolControl(self.gateway.settings.redis, pool.pool) as control:
                 (await control.flush_cache()).check()
 
@@ -153,6 +153,16 @@ class Control:
         await asyncio.to_thread(below, self._root(tenant), source)
         weights = (await self.pool(tenant)).weights
         weights.pulled = {path: source}
+
+    async def join(self, tenant: Tenant, *group: Any) -> None:
+        """Join the group in which a trainer broadcasts weights. group: as SkyRLEngine has it. Raises InvalidField."""
+        self.gateway.check_owns(tenant, "New weights")
+        await (await self.pool(tenant)).weights.join(*group)
+
+    async def receive(self, tenant: Tenant, update: dict[str, Any], said: Any = None) -> None:
+        """Receive tensors, in SkyRL's forms; `end` and `resume` serve them. Raises InvalidField, TransferTimeout."""
+        self.gateway.check_owns(tenant, "New weights")
+        await (await self.pool(tenant)).weights.receive(update, number(said))
 
     async def end(self, tenant: Tenant, said: Any = None) -> None:
         """Serve what weights were received. said: what the trainer calls them."""

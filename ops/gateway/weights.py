@@ -55,6 +55,7 @@ class Weights:
         self._snapshots = settings.snapshots / pool if settings.snapshots is not None else None
         self._device = settings.receiver_device
         self._turn = asyncio.Lock()
+        self._came, self._said = False, None
         self.pulled: dict[str, str] = {}
         """What a trainer calls the folder of its servers -> the folder that it told them to copy there."""
         self._engine: SkyRLEngine | None = None
@@ -76,7 +77,6 @@ class Weights:
                 self._url,
                 self._pool,
                 publisher=self._publisher,
-                receiver_ranks=1,
                 receiver_device=self._device,
             )
         return self._engine
@@ -95,14 +95,28 @@ class Weights:
             await self._facts.read(0.0)  # whoever asks next is told
         return version
 
+    async def join(self, *group: Any) -> None:
+        """Join a trainer's group as SkyRLEngine.init_weight_update_communicator does. Raises InvalidField."""
+        async with self._turn:
+            await (await self.engine()).init_weight_update_communicator(*group, override_existing=True)
+
+    async def receive(self, update: dict[str, Any], said: int | None = None) -> None:
+        """Take tensors in SkyRL's forms. They are served when the update ends, or begins anew.
+
+        said: the version's number. Raises InvalidField, TransferTimeout.
+        """
+        async with self._turn:
+            engine, self._said = await self.engine(), said
+            await engine.update_named_weights(update)
+            self._came = True
+
     async def end(self, said: int | None = None) -> None:
         """Publish what was received, if anything was. Raises WeightSyncError."""
-        if self._engine is None:
-            return
         async with self._turn:
-            await self._number(self._engine, said)
-            await self._engine.continue_generation()
-            await self._facts.read(0.0)
+            if self._engine is not None and self._came:
+                self._came = False
+                await self._number(self._engine, self._said if said is None else said)  # it publishes, too
+                await self._facts.read(0.0)
 
     async def _number(self, engine: SkyRLEngine, said: int | None) -> int:
         last = self._publisher.last_version if self._publisher is not None else 0

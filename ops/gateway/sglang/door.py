@@ -39,9 +39,11 @@ class SGLangDoor(Door):
             "/flush_cache": self._flush,
             "/update_weights_from_disk": self._from_disk,
             "/pull_weights": self._pull,
+            "/init_weights_update_group": self._join,
+            "/destroy_weights_update_group": self._end,
+            "/update_weights_from_distributed": self._receive,
             "/begin_weight_update": self._begin,
             "/end_weight_update": self._end,
-            "/update_weight_version": self._name_version,
         }
         gets: dict[str, Handler] = {
             "/flush_cache": self._flush,
@@ -135,6 +137,22 @@ class SGLangDoor(Door):
         await self._control.pull(tenant, body.get("local_checkpoint_dir"), source)
         return _done(f"update_weights_from_disk will take {source}.")
 
+    async def _join(self, tenant: Tenant, body: dict[str, Any]) -> Any:
+        port = body.get("master_port")
+        port = int(port) if isinstance(port, str) and port.isdecimal() else port
+        names = (body.get("rank_offset"), body.get("world_size"), body.get("group_name"), body.get("backend", "nccl"))
+        await self._control.join(tenant, body.get("master_address"), port, *names)
+        return _done("This gateway takes part for all the ranks of the pool.")
+
+    async def _receive(self, tenant: Tenant, body: dict[str, Any]) -> Any:
+        if body.get("load_format") not in {None, "auto"}:
+            raise InvalidField("load_format", body["load_format"], "absent: tensor by tensor, as SGLang's default is")
+        if body.get("abort_all_requests") is True:
+            await self._control.abort(tenant)
+        update = {name: body.get(name) for name in ("names", "dtypes", "shapes")}
+        await self._control.receive(tenant, update, body.get("weight_version"))
+        return _done("It is served when the update ends, or generation continues.")
+
     async def _begin(self, tenant: Tenant, _: dict[str, Any]) -> Any:
         self.gateway.check_owns(tenant, "An update of the weights")
         return _done("What comes is served when the update ends.")
@@ -142,12 +160,6 @@ class SGLangDoor(Door):
     async def _end(self, tenant: Tenant, _: dict[str, Any]) -> Any:
         await self._control.end(tenant)
         return _done("What came is served.")
-
-    async def _name_version(self, tenant: Tenant, body: dict[str, Any]) -> Any:
-        if body.get("abort_all_requests") is True:
-            await self._control.abort(tenant)
-        await self._control.end(tenant, body.get("new_version"))
-        return _done("Versions are numbers that only rise.") | {"new_version": body.get("new_version")}
 
 
 def _done(message: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ class VLLMDoor(Door):
     def __init__(self, gateway: Gateway, control: Control) -> None:
         super().__init__(gateway)
         self._control = control
+        self._receivers: dict[str, Any] = {}
 
     def routes(self) -> list[Route]:
         """All of them. What a query says counts as said in the body."""
@@ -49,7 +51,13 @@ class VLLMDoor(Door):
             "/v1/unload_lora_adapter": self._unload_adapter,
             "/weight_checker": self._check,
             "/weights_checker": self._check,
+            "/init_weight_transfer_engine": self._join,
+            "/shutdown_weight_transfer_engine": self._leave,
+            "/start_weight_update": self._start,
             "/update_weights": self._update,
+            "/finish_weight_update": self._finish,
+            "/update_weight_version": self._finish,
+            "/collective_rpc": self._call,
         }
         gets: dict[str, Handler] = {
             "/is_paused": self._is_paused,
@@ -140,8 +148,57 @@ class VLLMDoor(Door):
     async def _update(self, tenant: Tenant, body: dict[str, Any]) -> Any:
         """prime-rl's form: a folder. vLLM's: what is broadcast next."""
         if "update_info" in body:
-            raise Refused(501, "no_broadcast", "This gateway receives no broadcasts: it takes weights from folders.")
+            for info in body["update_info"] if isinstance(body["update_info"], list) else [body["update_info"]]:
+                await self._receive(tenant, info)
+            return {"success": True, "message": "Weights updated"}
         if body.get("weight_dir") is None:
             raise InvalidField("weight_dir", None, "a folder: use the transport filesystem")
         version = await self._control.load_weights(tenant, body["weight_dir"])
         return {"status": "success", "success": True, "weight_version": str(version)}
+
+    # --- broadcasts ------------------------------------------------------------------------------------------------
+
+    async def _join(self, tenant: Tenant, body: dict[str, Any]) -> Any:
+        """Join the trainer's group, in the place of one that this tenant's trainer has left."""
+        self.gateway.check_owns(tenant, "New weights")
+        try:
+            from .receiver import Receiver, read_init  # noqa: PLC0415 – torch
+        except ImportError as error:
+            raise Refused(501, "no_torch", f"This gateway takes no weights: {error}.") from None
+        info = read_init(body.get("init_info"))
+        device = self.gateway.settings.receiver_device
+        self._receivers[tenant.name] = await asyncio.to_thread(Receiver, info, device)
+        return {"success": True, "message": "Weight transfer initialized"}
+
+    async def _leave(self, tenant: Tenant, _: dict[str, Any]) -> Any:
+        self._receivers.pop(tenant.name, None)
+        return {"success": True, "message": "Weight transfer ended"}
+
+    async def _start(self, tenant: Tenant, _: dict[str, Any]) -> Any:
+        self.gateway.check_owns(tenant, "New weights")
+        return {"success": True, "message": "Weights that come are served when the update is finished."}
+
+    async def _receive(self, tenant: Tenant, info: Any) -> None:
+        self.gateway.check_owns(tenant, "New weights")
+        if (receiver := self._receivers.get(tenant.name)) is None:
+            raise InvalidField("update_info", "", "sent after /init_weight_transfer_engine, to the same gateway")
+        await self._control.receive(tenant, await asyncio.to_thread(receiver.receive, info))
+
+    async def _finish(self, tenant: Tenant, body: dict[str, Any]) -> Any:
+        said = body.get("weight_version", body.get("new_version"))
+        if body.get("abort_all_requests") is True:
+            await self._control.abort(tenant)
+        await self._control.end(tenant, said)
+        return {"success": True, "message": "Weight update finished", "new_version": said}
+
+    async def _call(self, tenant: Tenant, body: dict[str, Any]) -> Any:
+        """SkyRL's methods."""
+        methods = {"skyrl_start_weight_update": self._start, "update_weights_nccl": self._update}
+        methods |= {"skyrl_finish_weight_update": self._finish}
+        if (method := methods.get(str(body.get("method")))) is None:
+            raise InvalidField("method", body.get("method"), f"one of {', '.join(methods)}")
+        kwargs = body.get("kwargs") or {}
+        if not isinstance(kwargs, dict):
+            raise InvalidField("kwargs", kwargs, "an object")
+        await method(tenant, kwargs)
+        return {"results": [None]}
