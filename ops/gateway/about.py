@@ -16,7 +16,7 @@ async def server_info(control: Control, tenant: Tenant) -> dict[str, Any]:
     load = await control.load(tenant)
     # One rank takes part in a trainer's broadcasts, however many GPUs there are: see `world_size`.
     parallel = {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": 1}
-    sglang = {"model_path": model.path, "served_model_name": model.name, "tokenizer_path": model.path}
+    sglang: dict[str, Any] = {"model_path": model.path, "served_model_name": model.name, "tokenizer_path": model.path}
     sglang |= {"tp_size": 1, "pp_size": 1, "ep_size": 1, "dp_size": 1, "disaggregation_mode": "null"}
     sglang |= {"enable_memory_saver": False, "enable_lora": True, "context_length": model.context, "version": "0.5.23"}
     lora = {"max_lora_rank": 64, "max_loras": 64}

@@ -86,7 +86,7 @@ class KeyInPath:
             key = scope["path"].removeprefix(TENANT).partition("/")[0]
             others = [it for it in scope["headers"] if it[0] not in {b"authorization", b"x-api-key"}]
             bearer = (b"authorization", f"Bearer {key}".encode(errors="replace"))
-            scope |= {"headers": [*others, bearer], "root_path": f"{TENANT}{key}"}
+            scope.update(headers=[*others, bearer], root_path=f"{TENANT}{key}")
         await self._app(scope, receive, send)
 
 

@@ -154,10 +154,10 @@ class Control:
         weights = (await self.pool(tenant)).weights
         weights.pulled = {path: source}
 
-    async def join(self, tenant: Tenant, *group: Any) -> None:
+    async def join(self, tenant: Tenant, **group: Any) -> None:
         """Join the group in which a trainer broadcasts weights. group: as SkyRLEngine has it. Raises InvalidField."""
         self.gateway.check_owns(tenant, "New weights")
-        await (await self.pool(tenant)).weights.join(*group)
+        await (await self.pool(tenant)).weights.join(**group)
 
     async def receive(self, tenant: Tenant, update: dict[str, Any], said: Any = None) -> None:
         """Receive tensors, in SkyRL's forms; `end` and `resume` serve them. Raises InvalidField, TransferTimeout."""

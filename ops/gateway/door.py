@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from sse_starlette import EventSourceResponse
 from starlette.background import BackgroundTask
 from starlette.requests import Request as Http
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ...messages.errors import InvalidField, JobFailed, RolloutMQError
 from ...messages.model import GenerateJob, JobFailure, RolloutResult
@@ -31,7 +32,7 @@ from ...producer.openai import (
     switch,
 )
 from ..http import Refused
-from .call import Call, read_call
+from .call import Call, body_of, read_call
 from .errors import told
 from .gateway import OWNER, Gateway
 from .pool_gateway import PoolGateway, named
@@ -48,6 +49,8 @@ STOPPED = "stopped before it ran"
 """The cause of a job without a token that was ended early (Broker.stop): its answer is an empty one, and no error."""
 Kind = Literal["chat", "completion"]
 Later = Callable[[], Any]
+Handler = Callable[[Tenant, dict[str, Any]], Awaitable[Any]]
+"""handler(who asks, the body): the answer, as JSON or a Response."""
 Decode = tuple[Any, Any]
 """How ids are shown: as text, and a token's bytes; both None where the gateway does not have the model's tokenizer."""
 
@@ -192,6 +195,17 @@ class Door:
             await pool.delivered(call)
         finally:
             await deltas.aclose()
+
+    def route(self, method: str, path: str, handler: Handler) -> Route:
+        """A route of control. What its query says counts as said in the body."""
+
+        async def endpoint(http: Http) -> Response:
+            tenant = self.tenant(http)
+            body = await body_of(http) if method == "POST" else {}
+            answer = await handler(tenant, dict(http.query_params) | body)
+            return answer if isinstance(answer, Response) else as_json(answer)
+
+        return Route(path, endpoint, methods=[method])
 
     def tenant(self, http: Http) -> Tenant:
         """Who asks. Raises Refused (401)."""

@@ -81,14 +81,12 @@ class Gateway:
         raise Refused(404, "model_not_found", text, param="model")
 
     async def unready(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-        """Why the pool of whoever sent these headers serves nobody; without a known key: why none of the pools does."""
+        """Why the pool of whoever sent these headers serves nobody; without a known key the first one."""
         try:
-            pools = [await self.of(self.tenants.of(headers))]
+            pool = await self.of(self.tenants.of(headers))
         except Refused:
-            opened = [it for it in self._pools.values() if it.done() and not it.cancelled() and it.exception() is None]
-            pools = [self.first, *(it.result() for it in opened if it.result() is not self.first)]
-        reasons = [await pool.facts.unready() for pool in pools]
-        return None if None in reasons else reasons[0]
+            pool = self.first
+        return await pool.facts.unready()
 
     def owns(self, tenant: Tenant) -> bool:
         """Whether the first pool of a tenant is nobody else's, so that it may do with it as it likes."""

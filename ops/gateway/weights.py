@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ...producer.skyrl import SkyRLEngine
     from ...sync import WeightPublisher
 
-SAVED_S = 600.0
-"""A version that is not in the folder of snapshots after so many seconds is taken for one that could not be saved."""
 LOOK_S = 0.05
 
 
@@ -55,7 +53,8 @@ class Weights:
         self._snapshots = settings.snapshots / pool if settings.snapshots is not None else None
         self._device = settings.receiver_device
         self._turn = asyncio.Lock()
-        self._came, self._said = False, None
+        self._came = False
+        self._said: int | None = None
         self.pulled: dict[str, str] = {}
         """What a trainer calls the folder of its servers -> the folder that it told them to copy there."""
         self._engine: SkyRLEngine | None = None
@@ -73,12 +72,7 @@ class Weights:
                 )
             except ImportError as error:
                 raise Refused(501, "no_torch", f"This gateway takes no weights: {error}.") from None
-            self._engine = SkyRLEngine(
-                self._url,
-                self._pool,
-                publisher=self._publisher,
-                receiver_device=self._device,
-            )
+            self._engine = SkyRLEngine(self._url, self._pool, publisher=self._publisher, receiver_device=self._device)
         return self._engine
 
     async def load(self, folder: Path, said: int | None) -> int:
@@ -89,16 +83,16 @@ class Weights:
         async with self._turn:
             engine = await self.engine()
             version = await self._number(engine, said)
-            before = self._finished()
+            before = self._written()
             await engine.load_weights_from_disk(str(folder))
             await self._saved(before, version)
             await self._facts.read(0.0)  # whoever asks next is told
         return version
 
-    async def join(self, *group: Any) -> None:
-        """Join a trainer's group as SkyRLEngine.init_weight_update_communicator does. Raises InvalidField."""
+    async def join(self, **group: Any) -> None:
+        """Join a trainer's group, in the place of an older one, as SkyRLEngine does. Raises InvalidField."""
         async with self._turn:
-            await (await self.engine()).init_weight_update_communicator(*group, override_existing=True)
+            await (await self.engine()).init_weight_update_communicator(override_existing=True, **group)
 
     async def receive(self, update: dict[str, Any], said: int | None = None) -> None:
         """Take tensors in SkyRL's forms. They are served when the update ends, or begins anew.
@@ -125,25 +119,19 @@ class Weights:
         await engine.update_weight_version(version, abort_all_requests=False)
         return version
 
-    def _finished(self) -> int:
+    def _written(self) -> tuple[int, int]:
+        """How many versions are in the folder of snapshots, and how many could not be written there."""
         found = self._publisher
-        return found.snapshots_saved + found.snapshots_failed if found is not None else 0
+        return (found.snapshots_saved, found.snapshots_failed) if found is not None else (0, 0)
 
-    async def _saved(self, before: int, version: int) -> None:
+    async def _saved(self, before: tuple[int, int], version: int) -> None:
         """Return when a version is in the folder of snapshots."""
-        if self._snapshots is None or self._publisher is None:
-            return
-        failed = self._publisher.snapshots_failed
-        try:
-            async with asyncio.timeout(SAVED_S):
-                while True:
-                    if self._finished() > before:
-                        break
-                    await asyncio.sleep(LOOK_S)
-        except TimeoutError:
-            failed -= 1
-        if self._publisher.snapshots_failed > failed:
-            raise WeightSyncError(f"version {version} is served, but could not be saved in {self._snapshots}")
+        while self._snapshots is not None:
+            if (now := self._written()) != before:
+                if now[1] > before[1]:
+                    raise WeightSyncError(f"version {version} is served, but not saved in {self._snapshots}")
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Publish an adapter's folder as its newest version. Raises InvalidField, WeightSyncError."""

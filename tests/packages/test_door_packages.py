@@ -244,7 +244,8 @@ async def test_prime_rls_pool_of_inference(pool: Pool) -> None:
     # Its own scorer checks the answer with a class of vLLM's.
     params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
     body = {"model": pool.path, "token_ids": [5, 6, 7, 8], "sampling_params": params}
-    first, *scored = httpx.post(f"{pool.url}/inference/v1/generate", json=body).json()["prompt_logprobs"]
+    async with httpx.AsyncClient(base_url=pool.url) as http:
+        first, *scored = (await http.post("/inference/v1/generate", json=body)).json()["prompt_logprobs"]
     own = judged(pool.model, [5, 6, 7, 8])
     assert first is None
     found = [row[str(token)]["logprob"] for row, token in zip(scored, (6, 7, 8), strict=True)]
@@ -375,7 +376,7 @@ async def test_slimes_rollout_and_its_engine(pool: Pool) -> None:
 
 
 def _update(engine: Any, folder: Path, version: int) -> None:
-    """As `RayTrainGroup._reload_rollout_weights_from_disk` does."""
+    """As the trainer group of slime does."""
     engine.pause_generation()
     engine.flush_cache()
     engine.update_weights_from_disk(model_path=str(folder), weight_version=str(version))

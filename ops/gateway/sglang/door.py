@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -13,14 +12,11 @@ from starlette.routing import Route
 from ....messages.errors import InvalidField
 from ...http import Refused
 from ..about import loads, model_info, server_info
-from ..call import body_of
 from ..control import Control, number
 from ..door import Door, as_json
 from ..gateway import Gateway
 from ..tenants import Tenant
 from .generate import GENERATE
-
-Handler = Callable[[Tenant, dict[str, Any]], Awaitable[Any]]
 
 
 class SGLangDoor(Door):
@@ -32,7 +28,7 @@ class SGLangDoor(Door):
 
     def routes(self) -> list[Route]:
         """All of them."""
-        posts: dict[str, Handler] = {
+        posts = {
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
@@ -45,31 +41,17 @@ class SGLangDoor(Door):
             "/begin_weight_update": self._begin,
             "/end_weight_update": self._end,
         }
-        gets: dict[str, Handler] = {
-            "/flush_cache": self._flush,
-            "/v1/loads": self._loads,
-            "/get_weight_version": self._model,
-            "/model_info": self._model,
-            "/get_model_info": self._model,
-            "/server_info": self._server,
-            "/get_server_info": self._server,
-        }
+        gets = {"/flush_cache": self._flush, "/v1/loads": self._loads}
+        gets |= dict.fromkeys(("/get_weight_version", "/model_info", "/get_model_info"), self._model)
+        gets |= dict.fromkeys(("/server_info", "/get_server_info"), self._server)
         return [
             Route("/generate", partial(self.generate, form=GENERATE), methods=["POST", "PUT"]),
-            *(Route(path, partial(self._do, handler=it), methods=["POST"]) for path, it in posts.items()),
-            *(Route(path, partial(self._do, handler=it), methods=["GET"]) for path, it in gets.items()),
-            Route("/workers", self._workers, methods=["GET"]),
-            Route("/workers", self._worker, methods=["POST"]),
+            *(self.route("POST", path, it) for path, it in posts.items()),
+            *(self.route("GET", path, it) for path, it in gets.items()),
+            *(Route(path, self._workers, methods=["GET"]) for path in ("/workers", "/list_workers")),
+            *(Route(path, self._worker, methods=["POST"]) for path in ("/workers", "/add_worker", "/remove_worker")),
             Route("/workers/{id}", self._worker, methods=["DELETE"]),
-            Route("/add_worker", self._worker, methods=["POST"]),
-            Route("/remove_worker", self._worker, methods=["POST"]),
-            Route("/list_workers", self._workers, methods=["GET"]),
         ]
-
-    async def _do(self, http: Http, handler: Handler) -> Response:
-        tenant = self.tenant(http)
-        answer = await handler(tenant, await body_of(http) if http.method == "POST" else {})
-        return answer if isinstance(answer, Response) else as_json(answer)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -138,10 +120,11 @@ class SGLangDoor(Door):
         return _done(f"update_weights_from_disk will take {source}.")
 
     async def _join(self, tenant: Tenant, body: dict[str, Any]) -> Any:
-        port = body.get("master_port")
-        port = int(port) if isinstance(port, str) and port.isdecimal() else port
-        names = (body.get("rank_offset"), body.get("world_size"), body.get("group_name"), body.get("backend", "nccl"))
-        await self._control.join(tenant, body.get("master_address"), port, *names)
+        group = {name: body.get(name) for name in ("master_port", "rank_offset", "world_size", "group_name")}
+        if isinstance(port := group["master_port"], str) and port.isdecimal():  # AReaL's
+            group["master_port"] = int(port)
+        where = {"master_addr": body.get("master_address"), "backend": body.get("backend", "nccl")}
+        await self._control.join(tenant, **group, **where)
         return _done("This gateway takes part for all the ranks of the pool.")
 
     async def _receive(self, tenant: Tenant, body: dict[str, Any]) -> Any:

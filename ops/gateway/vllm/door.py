@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from starlette.requests import Request as Http
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -16,14 +14,11 @@ from ....producer.control import PoolControl
 from ....sync.transfer import Ledger
 from ...http import Refused
 from ..about import metrics
-from ..call import body_of
 from ..control import Control
-from ..door import Door, as_json
+from ..door import Door, Handler
 from ..gateway import Gateway
 from ..tenants import Tenant
 from .generate import GENERATE
-
-Handler = Callable[[Tenant, dict[str, Any]], Awaitable[Any]]
 
 
 class VLLMDoor(Door):
@@ -35,48 +30,32 @@ class VLLMDoor(Door):
         self._receivers: dict[str, Any] = {}
 
     def routes(self) -> list[Route]:
-        """All of them. What a query says counts as said in the body."""
+        """All of them."""
         posts: dict[str, Handler] = {
             "/pause": self._pause,
             "/resume": self._resume,
             "/sleep": partial(self._memory, asleep=True),
             "/wake_up": partial(self._memory, asleep=False),
             "/reset_prefix_cache": self._reset,
-            "/abort_requests": self._abort,
-            "/inference/v1/abort_requests": self._abort,
-            "/load_lora_adapter": self._load_adapter,
-            "/v1/load_lora_adapter": self._load_adapter,
-            "/skyrl/v1/load_lora_adapter": self._load_adapter,
-            "/unload_lora_adapter": self._unload_adapter,
-            "/v1/unload_lora_adapter": self._unload_adapter,
-            "/weight_checker": self._check,
-            "/weights_checker": self._check,
             "/init_weight_transfer_engine": self._join,
             "/shutdown_weight_transfer_engine": self._leave,
             "/start_weight_update": self._start,
             "/update_weights": self._update,
-            "/finish_weight_update": self._finish,
-            "/update_weight_version": self._finish,
             "/collective_rpc": self._call,
         }
-        gets: dict[str, Handler] = {
-            "/is_paused": self._is_paused,
-            "/get_world_size": self._world_size,
-            "/weight_info": self._version,
-        }
+        posts |= dict.fromkeys(("/abort_requests", "/inference/v1/abort_requests"), self._abort)
+        posts |= {f"{place}/load_lora_adapter": self._load_adapter for place in ("", "/v1", "/skyrl/v1")}
+        posts |= {f"{place}/unload_lora_adapter": self._unload_adapter for place in ("", "/v1")}
+        posts |= dict.fromkeys(("/weight_checker", "/weights_checker"), self._check)
+        posts |= dict.fromkeys(("/finish_weight_update", "/update_weight_version"), self._finish)
+        gets = {"/is_paused": self._is_paused, "/get_world_size": self._world_size}
+        gets |= {"/weight_info": self._version, "/metrics": self._metrics}
         generate = partial(self.generate, form=GENERATE)
         return [
-            Route("/inference/v1/generate", generate, methods=["POST"]),
-            Route("/skyrl/v1/generate", generate, methods=["POST"]),
-            *(Route(path, partial(self._do, handler=it), methods=["POST"]) for path, it in posts.items()),
-            *(Route(path, partial(self._do, handler=it), methods=["GET"]) for path, it in gets.items()),
-            Route("/metrics", self._metrics, methods=["GET"]),
+            *(Route(f"{place}/v1/generate", generate, methods=["POST"]) for place in ("/inference", "/skyrl")),
+            *(self.route("POST", path, it) for path, it in posts.items()),
+            *(self.route("GET", path, it) for path, it in gets.items()),
         ]
-
-    async def _do(self, http: Http, handler: Handler) -> Response:
-        tenant = self.tenant(http)
-        body = await body_of(http) if http.method == "POST" else {}
-        return as_json(await handler(tenant, dict(http.query_params) | body))
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -102,8 +81,8 @@ class VLLMDoor(Door):
     async def _memory(self, tenant: Tenant, body: dict[str, Any], *, asleep: bool) -> Any:
         """Have the workers of a tenant's own pool give up memory, or take it again."""
         self.gateway.check_owns(tenant, "Sleep")
-        tags = body.get("tags") or []
-        tags = tags.split(",") if isinstance(tags, str) else tags
+        said: Any = body.get("tags") or []
+        tags: Any = said.split(",") if isinstance(said, str) else said
         pool = await self._control.pool(tenant)
         async with PoolControl(self.gateway.settings.redis, pool.pool) as control:
             (await (control.sleep(tags) if asleep else control.wake(tags))).check()
@@ -127,8 +106,7 @@ class VLLMDoor(Door):
         said = {"success": True, "message": "Every worker has compared all digests before it served this version."}
         return said | {"weight_version": str(version), "checksum": digest}
 
-    async def _metrics(self, http: Http) -> Response:
-        tenant = self.tenant(http)
+    async def _metrics(self, tenant: Tenant, _: dict[str, Any]) -> Response:
         pool = await self._control.pool(tenant)
         text = metrics(await self._control.load(tenant), (await pool.facts.model()).name)
         return Response(text, media_type="text/plain; version=0.0.4")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -59,8 +58,10 @@ def show_generate(answered: Answered) -> dict[str, Any]:
     """vLLM's GenerateResponse, with tokens as texts and as numbers: older and newer readers look for either."""
     answer, call = answered.openai(), answered.call
     samples = [sample for samples in answered.results for sample in samples]
-    choices = [_choice(call, *both) for both in zip(answer["choices"], samples, strict=True)]
-    shown = {name: answer[name] for name in ("model", "created", "usage", "weight_version") if name in answer}
+    choices = [_choice(*both) for both in zip(answer["choices"], samples, strict=True)]
+    shown: dict[str, Any] = {
+        name: answer[name] for name in ("model", "created", "usage", "weight_version") if name in answer
+    }
     shown |= {"request_id": call.key or answer["id"], "output_mode": "tokens", "choices": choices}
     first = samples[0] if samples else None
     shown["prompt_logprobs"] = None if first is None else prompt_logprobs(first)
@@ -68,32 +69,22 @@ def show_generate(answered: Answered) -> dict[str, Any]:
     return shown
 
 
-def _choice(call: Call, choice: dict[str, Any], sample: RolloutResult | None) -> dict[str, Any]:
+def _choice(choice: dict[str, Any], sample: RolloutResult | None) -> dict[str, Any]:
     names = ("index", "finish_reason", "stop_reason", "token_ids", "logprobs", "weight_versions")
     shown = {name: choice.get(name) for name in names}
     for entry in (shown["logprobs"] or {}).get("content") or ():
         entry["top_logprobs"] = entry["top_logprobs"] or [
             {name: entry[name] for name in ("token", "token_id", "logprob", "bytes")}
         ]
-    skyrls = call.http.url.path.endswith("/skyrl/v1/generate")
-    return shown | {"routed_experts": None if sample is None else _experts(sample, skyrls=skyrls)}
+    return shown | {"routed_experts": None if sample is None else _experts(sample)}
 
 
-def _experts(sample: RolloutResult, *, skyrls: bool) -> Any:
-    """The experts of all tokens but the last: SkyRL's raw bytes with their shape, or a file of NumPy's."""
+def _experts(sample: RolloutResult) -> dict[str, Any] | None:
+    """The experts of all tokens but the last, as SkyRL and prime-rl read them: `data` is first, they look for it."""
     if (routed := sample.token_arrays.get("routed_experts")) is None:
         return None
     rows = np.concatenate([sample.arrays["prompt_routed_experts"][:-1], routed])
-    if skyrls:
-        data = b64encode(np.ascontiguousarray(rows).tobytes()).decode()
-        return {"data": data, "shape": list(rows.shape), "dtype": str(rows.dtype)}
-    return b64encode(_npy(rows)).decode()
-
-
-def _npy(rows: Any) -> bytes:
-    file = BytesIO()
-    np.save(file, rows, allow_pickle=False)
-    return file.getvalue()
+    return {"data": b64encode(rows.tobytes()).decode(), "shape": list(rows.shape), "dtype": str(rows.dtype)}
 
 
 async def stream_generate(
@@ -101,7 +92,7 @@ async def stream_generate(
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks, each with the tokens that are new."""
     async for chunk in chunks_of(call, request, deltas, decode):
-        choices = [_choice(call, choice, None) for choice in chunk["choices"] if choice.get("token_ids") is not None]
+        choices = [_choice(choice, None) for choice in chunk["choices"] if choice.get("token_ids") is not None]
         if choices or chunk.get("usage"):
             yield {name: it for name, it in chunk.items() if name not in {"object", "prompt_token_ids"}} | {
                 "request_id": call.key or chunk["id"], "choices": choices,
