@@ -9,6 +9,7 @@ from typing import Any
 from ...messages.redis import Keys, PoolRedis, text
 
 FRESH_S = 1.0
+"""So old may be what is known of who has paused, where nobody had."""
 LOOK_S = 0.1
 
 
@@ -36,6 +37,6 @@ class Pauses:
     async def over(self, tenant: str) -> None:
         """Return when the tenant has not paused. Raises RedisError."""
         while True:
-            if not await self.paused(tenant, LOOK_S if tenant in self._paused else FRESH_S):
+            if not await self.paused(tenant, LOOK_S):
                 return
             await asyncio.sleep(LOOK_S)

@@ -27,7 +27,7 @@ from .call import Call, ClientGone
 from .core import Core, Keep
 from .facts import PoolFacts
 from .heir import Gateways
-from .pauses import Pauses
+from .pauses import FRESH_S, Pauses
 from .quotas import Quotas
 from .requests import Request, RequestLost, Requests
 from .settings import Settings
@@ -128,7 +128,8 @@ class PoolGateway:
         only_new: what others call by the same implicit key is theirs. Raises KeyReused, TurnRefused, PoolBusy, Refused.
         """
         tenant = call.tenant.name
-        await call.unless_gone(self.pauses.over(tenant))
+        if await self.pauses.paused(tenant, FRESH_S):
+            await call.unless_gone(self.pauses.over(tenant))
         if call.session is not None and await self.sessions.taken(tenant, call.session):
             raise TurnRefused(f"session {call.session!r} was taken, and takes no further turns", "taken")
         if not call.kept:

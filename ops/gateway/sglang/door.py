@@ -95,8 +95,7 @@ class SGLangDoor(Door):
     async def _worker(self, http: Http) -> Response:
         """A trainer's servers are this pool: there is nothing to add or remove."""
         self.tenant(http)
-        said = {"status": "accepted", "worker_id": "pool", "message": "Workers join the pool by themselves."}
-        return as_json(said, 202 if http.url.path.endswith("/workers") else 200)
+        return as_json({"status": "accepted", "worker_id": "pool", "message": "Workers join the pool by themselves."})
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
