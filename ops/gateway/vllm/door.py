@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -28,6 +30,7 @@ class VLLMDoor(Door):
         super().__init__(gateway)
         self._control = control
         self._receivers: dict[str, Any] = {}
+        self._threads = ThreadPoolExecutor(8, "receivers")  # a trainer that does not come keeps no other work waiting
 
     def routes(self) -> list[Route]:
         """All of them."""
@@ -145,7 +148,7 @@ class VLLMDoor(Door):
             raise Refused(501, "no_torch", f"This gateway takes no weights: {error}.") from None
         info = read_init(body.get("init_info"))
         device = self.gateway.settings.receiver_device
-        self._receivers[tenant.name] = await asyncio.to_thread(Receiver, info, device)
+        self._receivers[tenant.name] = await self._blocking(Receiver, info, device)
         return {"success": True, "message": "Weight transfer initialized"}
 
     async def _leave(self, tenant: Tenant, _: dict[str, Any]) -> Any:
@@ -160,7 +163,10 @@ class VLLMDoor(Door):
         self.gateway.check_owns(tenant, "New weights")
         if (receiver := self._receivers.get(tenant.name)) is None:
             raise InvalidField("update_info", "", "sent after /init_weight_transfer_engine, to the same gateway")
-        await self._control.receive(tenant, await asyncio.to_thread(receiver.receive, info))
+        await self._control.receive(tenant, await self._blocking(receiver.receive, info))
+
+    async def _blocking(self, call: Callable[..., Any], *given: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *given)
 
     async def _finish(self, tenant: Tenant, body: dict[str, Any]) -> Any:
         said = body.get("weight_version", body.get("new_version"))
