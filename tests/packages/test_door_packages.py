@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import json
 import shutil
 import threading
 import typing
@@ -16,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
@@ -61,17 +62,24 @@ class Pool:
 
     @property
     def version(self) -> int:
-        return int(httpx.get(f"{self.url}/get_weight_version").json()["weight_version"])
+        return int(self.ask("/get_weight_version")["weight_version"])
 
-    def checkpoint(self) -> Path:
-        """New weights, in a folder as a trainer writes it; `check` judges by them from now on."""
+    def ask(self, path: str) -> Any:
+        return httpx.get(self.url + path).json()
+
+    def perturbed(self) -> Path:
+        """New weights, in a folder; `check` judges by them from now on."""
         import torch  # noqa: PLC0415
 
-        self.step += 1
         torch.manual_seed(self.step)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(0.1 * parameter.std().nan_to_num(1.0) * torch.randn_like(parameter))
+        return self.checkpoint()
+
+    def checkpoint(self) -> Path:
+        """The model's weights, in a folder as a trainer writes it."""
+        self.step += 1
         folder = self.folder / f"step_{self.step}"
         folder.mkdir()
         tensors = {name: it.clone() for name, it in self.model.state_dict().items()}
@@ -110,19 +118,24 @@ def needed(name: str) -> ModuleType:
 # --- verifiers and renderers -----------------------------------------------------------------------------------------
 
 
-async def test_verifiers_train_client_in_a_talk_of_several_turns(pool: Pool) -> None:
-    """Its strict checks of ids and evidence; the next prompt begins with the tokens of the turn before."""
+def train_client(pool: Pool) -> Any:
     from renderers import DefaultRendererConfig  # noqa: PLC0415
     from verifiers.v1.clients import TrainClient  # noqa: PLC0415
     from verifiers.v1.configs.client import TrainClientConfig  # noqa: PLC0415
-    from verifiers.v1.dialects.chat import ChatDialect  # noqa: PLC0415
-    from verifiers.v1.errors import ProviderError  # noqa: PLC0415
-    from verifiers.v1.types import SamplingConfig  # noqa: PLC0415
 
     config = TrainClientConfig(
         base_url=f"{pool.url}/v1", api_key_var="NONE", renderer=DefaultRendererConfig(), renderer_model_name=pool.path
     )
-    client, sampling = TrainClient(config), SamplingConfig(max_tokens=12, temperature=1.0)
+    return TrainClient(config)
+
+
+async def test_verifiers_train_client_in_a_talk_of_several_turns(pool: Pool) -> None:
+    """Its strict checks of ids and evidence; the next prompt begins with the tokens of the turn before."""
+    from verifiers.v1.dialects.chat import ChatDialect  # noqa: PLC0415
+    from verifiers.v1.errors import ProviderError  # noqa: PLC0415
+    from verifiers.v1.types import SamplingConfig  # noqa: PLC0415
+
+    client, sampling = train_client(pool), SamplingConfig(max_tokens=12, temperature=1.0)
     talk = list(TALK)
     for turn in range(3):
         answer = await client.get_response(ChatDialect(), {"messages": talk, "model": pool.path}, sampling, "trace-1")
@@ -139,6 +152,41 @@ async def test_verifiers_train_client_in_a_talk_of_several_turns(pool: Pool) -> 
         await client.get_response(ChatDialect(), {"messages": much, "model": pool.path}, sampling)
     assert refused.value.status_code == 400
     await client.close()
+
+
+async def test_a_loop_of_verifiers_client_and_folders_of_weights_learns(pool: Pool) -> None:
+    """REINFORCE for tokens with even ids: rollouts by verifiers' client, weights as prime-rl brings them."""
+    import torch  # noqa: PLC0415
+    from verifiers.v1.dialects.chat import ChatDialect  # noqa: PLC0415
+    from verifiers.v1.types import SamplingConfig  # noqa: PLC0415
+
+    client, sampling = train_client(pool), SamplingConfig(max_tokens=16, temperature=1.0)
+    optimizer, rewards = torch.optim.Adam(pool.model.parameters(), lr=3e-3), []
+    async with httpx.AsyncClient(base_url=pool.url, timeout=60) as admin:
+        for _ in range(12):
+            asked = (
+                client.get_response(ChatDialect(), {"messages": TALK, "model": pool.path}, sampling) for _ in range(16)
+            )
+            turns = [answer.tokens for answer in await asyncio.gather(*asked)]
+            even = [torch.tensor([token % 2 == 0 for token in it.completion_ids], dtype=torch.float32) for it in turns]
+            rewards.append(float(torch.cat(even).mean()))
+            optimizer.zero_grad()
+            for it, good in zip(turns, even, strict=True):
+                ids = torch.tensor([[*it.prompt_ids, *it.completion_ids]])
+                rows = torch.log_softmax(pool.model(ids).logits[0, len(it.prompt_ids) - 1 : -1], -1)
+                sampled = rows.gather(1, ids[0, len(it.prompt_ids) :, None])[:, 0]
+                (-(good - rewards[-1]) * sampled).mean().backward()
+            optimizer.step()
+            folder = pool.checkpoint()
+            for path, body in (
+                ("/pause?mode=keep", None),
+                ("/update_weights", {"weight_dir": str(folder)}),
+                ("/resume", None),
+            ):
+                assert (await admin.post(path, json=body)).status_code == 200
+            shutil.rmtree(folder)
+    await client.close()
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards
 
 
 # --- TRL -------------------------------------------------------------------------------------------------------------
@@ -221,9 +269,55 @@ async def test_skyrls_remote_inference_client(pool: Pool, skyrl: ModuleType) -> 
         await client.finish_session("one")
 
 
+async def test_skyrls_simulated_training_runs_to_its_end(pool: Pool, skyrl: ModuleType, tmp_path: Path) -> None:
+    """Its fully asynchronous trainer, whose steps are pauses: generation and staleness are as in a real one."""
+    sim, configs = needed("skyrl.train.fully_async_trainer_sim"), needed("skyrl.train.config.config")
+    datasets, generators = needed("skyrl.train.dataset.dataset"), needed("skyrl.train.generators.skyrl_gym_generator")
+    rows = tmp_path / "train.jsonl"
+    rows.write_text("".join(json.dumps(row(number)) + "\n" for number in range(16)))
+    config = configs.SkyRLTrainConfig.from_cli_overrides([
+        f"data.train_data=['{rows}']", "data.val_data=[]", "data.dataloader.num_workers=0", "trainer.epochs=1",
+        f"trainer.policy.model.path={pool.path}", "trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4",
+        "trainer.micro_train_batch_size_per_gpu=1", "trainer.micro_forward_batch_size_per_gpu=1",
+        "trainer.eval_interval=-1", "trainer.ckpt_interval=-1", "trainer.hf_save_interval=-1",
+        "trainer.update_ref_every_epoch=false", "trainer.resume_mode=none", "trainer.max_prompt_length=256",
+        "trainer.fully_async.enabled=true", "trainer.fully_async.simulate_training=true",
+        "trainer.fully_async.simulate_training_step_seconds=0.1", "trainer.fully_async.max_staleness_steps=2",
+        "trainer.fully_async.num_parallel_generation_workers=8", "trainer.algorithm.policy_loss_type=rollout_is",
+        "trainer.algorithm.use_kl_loss=false", "trainer.placement.colocate_all=false",
+        "generator.n_samples_per_prompt=2", "generator.max_turns=1", "generator.batched=false",
+        "generator.sampling_params.max_generate_length=16", "generator.sampling_params.logprobs=1",
+        "generator.inference_engine.run_engines_locally=false",
+        f"generator.inference_engine.external_proxy_url={pool.url}",
+        f"generator.inference_engine.external_server_urls=['{pool.url}']",
+        "generator.inference_engine.enable_ray_prometheus_stats=false",
+    ])  # fmt: skip
+    data = datasets.PromptDataset(config.data.train_data, pool.tokenizer, max_prompt_length=256, num_workers=1)
+    logged: list[dict[str, Any]] = []
+    tracker = SimpleNamespace(log=lambda said, **_: logged.append(said), finish=lambda: None)
+    async with skyrl.RemoteInferenceClient(
+        proxy_url=pool.url, server_urls=[pool.url], data_parallel_size=1, model_name=pool.path, tokenizer=pool.tokenizer
+    ) as client:
+        made = generators.SkyRLGymGenerator(config.generator, config.environment.skyrl_gym, client, pool.tokenizer)
+        trainer = sim.FullyAsyncTrainerSim(
+            cfg=config, tracker=tracker, tokenizer=pool.tokenizer, train_dataset=data, inference_engine_client=client,
+            generator=made,
+        )  # fmt: skip
+        await trainer.train()
+        assert client.weight_version >= 4, "a sync before the first step, and one after each"
+    assert len(logged) >= 4
+    assert pool.ask("/is_paused") == {"is_paused": False}
+
+
+def row(number: int) -> dict[str, Any]:
+    """A row of SkyRL's data."""
+    prompt = [{"role": "user", "content": f"How much is {number}?"}]
+    checked = {"method": "rule", "ground_truth": str(number)}
+    return {"prompt": prompt, "env_class": "gsm8k", "reward_spec": checked, "uid": str(number)}
+
+
 def runs_now(pool: Pool) -> int:
-    found = httpx.get(f"{pool.url}/v1/loads?include=core").json()["loads"]
-    return int(sum(it["num_running_reqs"] for it in found))
+    return int(sum(it["num_running_reqs"] for it in pool.ask("/v1/loads?include=core")["loads"]))
 
 
 # --- prime-rl --------------------------------------------------------------------------------------------------------
@@ -237,7 +331,7 @@ async def test_prime_rls_pool_of_inference(pool: Pool) -> None:
     inference = client.InferencePool(config, pool.path)
     await inference.wait_for_ready(pool.path, timeout=30)
     before = pool.version
-    folder = pool.checkpoint()
+    folder = pool.perturbed()
     await inference.update_weights(folder, step=1)
     shutil.rmtree(folder)
     assert pool.version == before + 1
@@ -280,8 +374,7 @@ async def test_prime_rls_concurrency_follows_the_queue(pool: Pool) -> None:
 
 
 def waiting(pool: Pool) -> int:
-    found = httpx.get(f"{pool.url}/v1/loads").json()["loads"]
-    return int(sum(it["num_waiting_reqs"] for it in found))
+    return int(sum(it["num_waiting_reqs"] for it in pool.ask("/v1/loads")["loads"]))
 
 
 # --- AReaL -----------------------------------------------------------------------------------------------------------
@@ -307,7 +400,7 @@ async def test_areals_remote_engine(pool: Pool) -> None:
         await eventually(lambda: runs_now(pool) > 0)
         engine.pause()
         await asyncio.to_thread(engine.pause_generation)
-        before, folder = pool.version, pool.checkpoint()
+        before, folder = pool.version, pool.perturbed()
         backend = remote.SGLangBackend()
         meta = api.WeightUpdateMeta(type="disk", path=str(folder))
         async with httpx.AsyncClient(base_url=pool.url, timeout=60) as http:
@@ -364,7 +457,7 @@ async def test_slimes_rollout_and_its_engine(pool: Pool) -> None:
 
     engine = object.__new__(engines.SGLangEngine)
     engine.args, engine.node_rank, engine.server_host, engine.server_port = args, 0, host, int(at)
-    before, folder = pool.version, pool.checkpoint()
+    before, folder = pool.version, pool.perturbed()
     weights = threading.Thread(target=_update, args=[engine, folder, before + 1])
     weights.start()
     await asyncio.to_thread(weights.join)
