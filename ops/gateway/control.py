@@ -16,7 +16,7 @@ from .gateway import Gateway
 from .pool_gateway import PoolGateway
 from .requests import id_of
 from .tenants import Tenant
-from .weights import below
+from .weights import Weights, below
 
 END_S = 30.0
 """A request that was told to end has, after so many seconds; or its worker is gone, and another one ends it."""
@@ -112,14 +112,13 @@ class Control:
         reading = await pool.facts.read()
         ids = [job_id for jobs in await self._open(pool, tenant) for job_id in jobs]
         states = list((await pool.broker.states(ids)).values()) if ids else []
-        alive = reading.alive
         return Load(
             running=states.count("r"),
             waiting=states.count("q"),
-            used=sum(it.unfinished_tokens for it in alive),
-            capacity=sum(it.kv_tokens for it in alive),
-            slots=sum(it.max_running for it in alive),
-            rate=sum(it.tokens_per_s for it in alive),
+            used=sum(it.unfinished_tokens for it in reading.alive),
+            capacity=sum(it.kv_tokens for it in reading.alive),
+            slots=sum(it.max_running for it in reading.alive),
+            rate=sum(it.tokens_per_s for it in reading.alive),
             version=reading.committed,
         )
 
@@ -133,13 +132,16 @@ class Control:
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
+    async def _own(self, tenant: Tenant) -> Weights:
+        self.gateway.check_owns(tenant, "New weights")
+        return (await self.pool(tenant)).weights
+
     async def load_weights(self, tenant: Tenant, path: Any, said: Any = None) -> int:
         """Serve a folder's weights as a new version, which is returned. said: what the trainer calls it.
 
         Raises InvalidField.
         """
-        self.gateway.check_owns(tenant, "New weights")
-        weights = (await self.pool(tenant)).weights
+        weights = await self._own(tenant)
         source = weights.pulled.pop(path, path) if isinstance(path, str) else path
         folder = await asyncio.to_thread(below, self._root(tenant), source)
         with self._told():
@@ -147,28 +149,25 @@ class Control:
 
     async def pull(self, tenant: Tenant, path: Any, source: str) -> None:
         """Take the weights in `source` when the trainer says that those in its servers' own folder `path` are next."""
-        self.gateway.check_owns(tenant, "New weights")
+        weights = await self._own(tenant)
         if not isinstance(path, str) or not path:
             raise InvalidField("local_checkpoint_dir", path, "the path of a folder")
         await asyncio.to_thread(below, self._root(tenant), source)
-        weights = (await self.pool(tenant)).weights
         weights.pulled = {path: source}
 
     async def join(self, tenant: Tenant, **group: Any) -> None:
         """Join the group in which a trainer broadcasts weights. group: as SkyRLEngine has it. Raises InvalidField."""
-        self.gateway.check_owns(tenant, "New weights")
-        await (await self.pool(tenant)).weights.join(**group)
+        await (await self._own(tenant)).join(**group)
 
     async def receive(self, tenant: Tenant, update: dict[str, Any], said: Any = None) -> None:
         """Receive tensors, in SkyRL's forms; `end` and `resume` serve them. Raises InvalidField, TransferTimeout."""
-        self.gateway.check_owns(tenant, "New weights")
-        await (await self.pool(tenant)).weights.receive(update, number(said))
+        await (await self._own(tenant)).receive(update, number(said))
 
     async def end(self, tenant: Tenant, said: Any = None) -> None:
         """Serve what weights were received. said: what the trainer calls them."""
-        self.gateway.check_owns(tenant, "New weights")
+        weights = await self._own(tenant)
         with self._told():
-            await (await self.pool(tenant)).weights.end(number(said))
+            await weights.end(number(said))
 
     async def load_adapter(self, tenant: Tenant, name: Any, path: Any) -> None:
         """Serve a folder's adapter under this name, to this tenant alone where it shares the pool.

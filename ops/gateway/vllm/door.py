@@ -14,7 +14,6 @@ from starlette.routing import Route
 from ....messages.errors import InvalidField
 from ....producer.control import PoolControl
 from ....sync.transfer import Ledger
-from ...http import Refused
 from ..about import metrics
 from ..control import Control
 from ..door import Door, Handler
@@ -142,10 +141,9 @@ class VLLMDoor(Door):
     async def _join(self, tenant: Tenant, body: dict[str, Any]) -> Any:
         """Join the trainer's group, in the place of one that this tenant's trainer has left."""
         self.gateway.check_owns(tenant, "New weights")
-        try:
-            from .receiver import Receiver, read_init  # noqa: PLC0415 – torch
-        except ImportError as error:
-            raise Refused(501, "no_torch", f"This gateway takes no weights: {error}.") from None
+        await (await self._control.pool(tenant)).weights.engine()  # it says where there is no torch
+        from .receiver import Receiver, read_init  # noqa: PLC0415 – torch
+
         info = read_init(body.get("init_info"))
         device = self.gateway.settings.receiver_device
         self._receivers[tenant.name] = await self._blocking(Receiver, info, device)
