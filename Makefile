@@ -98,7 +98,7 @@ test-trainers: setup
 	    --target $(TRAINERS) -r requirements/trainers.txt >out/trainers.log 2>&1 || { \
 	    echo "test-trainers: pip cannot install them (out/trainers.log), nothing is tested with them"; exit 0; }; \
 	  cp requirements/trainers.txt $(TRAINERS)/made-from; fi; \
-	set -x; export PYTHONPATH="$(CURDIR)/$(TRAINERS)" PYTEST_ADDOPTS="-W default::pytest.PytestUnraisableExceptionWarning"; \
+	set -x; export PYTHONPATH="$(CURDIR)/$(TRAINERS)$${PYTHONPATH:+:$$PYTHONPATH}" PYTEST_ADDOPTS="-W default::pytest.PytestUnraisableExceptionWarning"; \
 	  .venv/bin/python -m pytest tests/packages $(FORGET) --junitxml=out/tests-trainers.xml $(PYTEST) $(ONCE_MORE)
 
 test-redis7: setup

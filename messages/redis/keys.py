@@ -176,6 +176,8 @@ class Keys:
     """What a gateway's tenant owes to its rates (`requests`, `tokens`; as of `at`), and the tokens of a day"""
     admitted = Each("zset", "ttl", "tenant")
     """Its requests that run -> until when they count as running"""
+    paused = One("hash")
+    """Tenants of a gateway that have paused: their new requests wait"""
     mark = One("string", "ttl")
     """Written before WAIT"""
     aside = Each("", "ttl", "name")

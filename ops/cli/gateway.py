@@ -10,8 +10,11 @@ from typing import Annotated
 import typer
 
 from ...messages.defaults import DEFAULT_URL
-from .options import LogLevel, Pool, RedisUrl, log_to_stderr, say
+from .options import LogLevel, RedisUrl, log_to_stderr, say
 
+Pools = Annotated[
+    list[str], typer.Option(envvar="ROLLOUTMQ_POOL", help="A pool that all tenants use; several: `model` chooses.")
+]
 Host = Annotated[str, typer.Option(help="Address to listen on; other hosts need --keys.")]
 
 
@@ -27,7 +30,11 @@ def gateway(
     tls_key: Annotated[Path | None, typer.Option(help="Its key in PEM.")] = None,
     tls_client_ca: Annotated[Path | None, typer.Option(help="Serve only clients with a certificate of it.")] = None,
     redis: RedisUrl = DEFAULT_URL,
-    pool: Pool = "default",
+    pool: Pools = ("default",),  # type: ignore[assignment]  # typer makes a list of it
+    tenant: Annotated[str | None, typer.Option(help="Who sends no key is this tenant of --keys.")] = None,
+    weights_from: Annotated[Path | None, typer.Option(help="Tenants' weights and adapters are below it.")] = None,
+    snapshots: Annotated[Path | None, typer.Option(help="Save their versions here, in a folder a pool.")] = None,
+    receiver_device: Annotated[str, typer.Option(help="Where trainers' broadcasts arrive: cpu, or cuda:0.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print where it listens as one line of JSON.")] = False,
     log_level: LogLevel = "info",
 ) -> None:
@@ -64,10 +71,16 @@ def gateway(
         raise ConfigError(f"--defaults: {error}") from None
     tls = None if tls_cert is None or tls_key is None else Tls(tls_cert, tls_key, tls_client_ca)
     log_to_stderr(log_level)
-    reach(redis, pool)
-    served = Gateway(Settings(redis, pool, served_model_name, tokenizer, keys, given))
+    reach(redis, pool[0])
+    served = Gateway(
+        Settings(
+            redis, pool, served_model_name, tokenizer, keys, given,
+            tenant=tenant, weights_from=weights_from, snapshots=snapshots,
+            receiver_device=receiver_device,
+        )
+    )  # fmt: skip
     if tokenizer is not None:
-        served.texts.load()
+        served.first.texts.load()
     settle()
     served.loaded = settle
     server = HttpServer(application(served), host, port, tls=tls)

@@ -1,6 +1,6 @@
-"""`rolloutmq gateway`: a pool over HTTP, for clients of OpenAI's API. It keeps no state but Redis'.
+"""`rolloutmq gateway`: pools over HTTP, for clients of OpenAI's API and for trainers. It keeps no state but Redis'.
 
-Many files: each is one promise (keys, heirs, quotas, tenants, versions) or one layer of a request.
+Many files: each is one promise (keys, heirs, pauses, quotas, tenants, versions) or one layer of a request.
 """
 
 from ..http import HttpLimits, HttpServer, Tls

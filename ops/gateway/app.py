@@ -10,26 +10,30 @@ from typing import Any
 from redis.exceptions import RedisError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request as Http
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...messages.errors import RolloutMQError
 from ..http import Refused, refusal
 from .call import ClientGone
+from .control import Control
+from .door import as_json
 from .errors import told
 from .gateway import Gateway
-from .openai_door import OpenAIDoor, as_json
+from .openai_door import OpenAIDoor
+from .sglang import SGLangDoor
+from .vllm import VLLMDoor
 
 PAGE = Path(__file__).with_name("openapi.json")
 GONE = 499
 """The status of a request whose client has hung up, as proxies log it."""
-BLOCKED = (
-    *("update_weights", "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
-    *("stage_weight_update", "init_weights_update_group", "flush_cache", "pause_generation", "continue_generation"),
-    *("abort_request", "load_lora_adapter", "unload_lora_adapter", "pause", "resume", "sleep", "wake_up"),
-)
-"""What trainers call on a server that is theirs alone. This pool is changed by its trainer and its operators."""
+TENANT = "/t/"
+"""Such a path begins with a tenant's key, for trainers that send none: /t/KEY/v1/models."""
+BLOCKED = ("stage_weight_update", "update_weights_from_tensor", "update_weights_from_ipc")
+"""What brings weights that only the trainer's own host could read, or that would have to be unpickled."""
 
 
 def application(gateway: Gateway) -> Starlette:
@@ -40,8 +44,8 @@ def application(gateway: Gateway) -> Starlette:
         async with gateway.opened():
             yield
 
-    async def health(_: Http) -> Response:
-        reason = await gateway.facts.unready()
+    async def health(http: Http) -> Response:
+        reason = await gateway.unready(http.scope["headers"])
         if reason is not None:
             return as_json({"ready": False, "reason": reason}, 503)
         return as_json({"ready": True})
@@ -51,18 +55,39 @@ def application(gateway: Gateway) -> Starlette:
 
     async def blocked(http: Http) -> Response:
         name = http.url.path.rpartition("/")[2]
-        text = f"{name} changes the pool for everybody: trainers publish weights, operators use `rolloutmq control`"
+        text = f"{name}: weights come to a gateway in folders, or as a broadcast; trainers in Python publish them."
         return as_json({"error": {"type": "RouteBlocked", "message": text, "param": None, "code": 403}}, 403)
 
+    control = Control(gateway)
     routes = [
         Route("/health", health),
+        Route("/health_generate", health),
         Route("/openapi.json", page),
         *OpenAIDoor(gateway).routes(),
+        *SGLangDoor(gateway, control).routes(),
+        *VLLMDoor(gateway, control).routes(),
         *(Route(f"/{name}", blocked, methods=["POST"]) for name in BLOCKED),
     ]
     ours = (RolloutMQError, RedisError, OSError, TimeoutError, HTTPException, ClientGone)
     handlers: dict[Any, Any] = {**dict.fromkeys(ours, _answered), Exception: refusal}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    keyed = [Middleware(KeyInPath)]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=keyed)
+
+
+class KeyInPath:
+    """ASGI middleware: /t/KEY/... is the rest of it, with that key, whatever key is sent beside it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI's call."""
+        if scope["type"] == "http" and scope["path"].startswith(TENANT):
+            key = scope["path"].removeprefix(TENANT).partition("/")[0]
+            others = [it for it in scope["headers"] if it[0] not in {b"authorization", b"x-api-key"}]
+            bearer = (b"authorization", f"Bearer {key}".encode(errors="replace"))
+            scope.update(headers=[*others, bearer], root_path=f"{TENANT}{key}")
+        await self._app(scope, receive, send)
 
 
 async def _answered(_: Http, error: Exception) -> Response:

@@ -106,9 +106,16 @@ async def read_call(http: Http, tenants: Tenants, defaults: Mapping[str, Any]) -
     elif session is None and said is not None:
         raise InvalidField("session_id", said, "a text or a number: one session a request")
     key = http.headers.get("idempotency-key") or body.get("request_id") or body.get("rid")
+    if isinstance(key, list):  # of a batch, each prompt's own: nobody can ask for one of them again
+        key = None
     if key is not None and (not isinstance(key, str) or len(key) > MAX_KEY):
         raise InvalidField("request_id", key, f"a text of at most {MAX_KEY} characters")
     return Call(http, raw, body, tenant, session, key, http.headers.get(RETRIES, "0").strip() not in {"", "0"})
+
+
+async def body_of(http: Http) -> dict[str, Any]:
+    """A body that may be left out: a JSON object, or {}. Raises Refused for what is no JSON."""
+    return _parsed(raw) if (raw := await http.body()).strip() else {}
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

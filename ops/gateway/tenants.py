@@ -38,6 +38,8 @@ class _Entry(BaseModel):
     tokens_per_day: Limit | None = None
     max_running: Limit | None = None
     priority: Literal["high", "normal", "low"] | None = None
+    pool: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
+    weights_from: Path | None = None
 
 
 class Tenant(_Entry):
@@ -46,6 +48,7 @@ class Tenant(_Entry):
     tokens_per_minute, tokens_per_day: of prompts and answers; a day begins at 00:00 UTC.
     max_running: requests at the same time.
     priority: what its jobs have, whatever they ask for; None: what they ask for.
+    pool: its own. weights_from: the folder below which its weights are; None for the gateway's.
     """
 
     name: str = "default"
@@ -66,18 +69,28 @@ def new_key() -> tuple[str, str]:
 class Tenants:
     """The tenants of one file, which is read again when it changes. A file that is then wrong is logged and ignored.
 
-    Without a file there is one tenant, "default", who needs no key.
+    Without a file there is one tenant, "default", who needs no key. keyless: the tenant that sends none.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path, self._look_at = path, time.monotonic() + LOOK_S
+    def __init__(self, path: Path | None, keyless: str | None = None) -> None:
+        self._path, self._keyless, self._look_at = path, keyless, time.monotonic() + LOOK_S
         self._seen = _mark(path) if path else None
         self._tenants = _read(path) if path else (Tenant(),)
+        if path is not None and keyless is not None and self._named(keyless) is None:
+            raise ConfigError(f"file of keys {path}: it has no tenant {keyless}")
 
     @classmethod
-    def load(cls, path: str | Path | None) -> Tenants:
+    def load(cls, path: str | Path | None, keyless: str | None = None) -> Tenants:
         """Raises ConfigError, which names the file and what is wrong with it, and never quotes a key."""
-        return cls(Path(path) if path is not None else None)
+        return cls(Path(path) if path is not None else None, keyless)
+
+    @property
+    def all(self) -> tuple[Tenant, ...]:
+        """Those of the file as it was last read."""
+        return self._tenants
+
+    def _named(self, name: str | None) -> Tenant | None:
+        return next((one for one in self._tenants if one.name == name), None)
 
     def of(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
         """Who sent these headers (as ASGI gives them), by `Authorization: Bearer` or `X-API-Key`.
@@ -94,6 +107,8 @@ class Tenants:
         known = [(one, tenant) for tenant in self._tenants for one in tenant.keys]
         # Each of them is compared: how long that takes says nothing.
         found = [tenant for one, tenant in known if given and hmac.compare_digest(one, digest)]
+        if not given and (keyless := self._named(self._keyless)) is not None:
+            return keyless
         if not found:
             text = "This API key is not known here." if given else "No API key: send `Authorization: Bearer KEY`."
             raise Refused(401, "invalid_api_key", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -24,6 +25,8 @@ HEALTH = "/health"
 DRAINING = JSONResponse({"ready": False, "reason": "draining"}, 503)
 SHOWN = 200
 """Characters of a path in the log. Never its query, headers or body: these may hold keys and prompts."""
+KEY = re.compile(rb"^/t/[^/]*")
+"""The part of a path that is a key."""
 
 
 class Exchange:
@@ -92,7 +95,7 @@ class Guard:
             await self._pass(scope, exchange)
         finally:
             state, client = scope.get("state", {}), scope.get("client")
-            path = scope.get("raw_path", b"")[:SHOWN].decode("ascii", "backslashreplace")
+            path = KEY.sub(rb"/t/-", scope.get("raw_path", b""))[:SHOWN].decode("ascii", "backslashreplace")
             access.info(
                 '%s %s "%s %s" %d, %d B in, %d B out, %.0f ms', client[0] if client else "-", state.get("tenant", "-"),
                 scope["method"], path, exchange.status, exchange.received, exchange.sent,
@@ -105,7 +108,7 @@ class Guard:
             async with deadline:
                 scope.setdefault("state", {})["deadline"] = deadline.when()
                 self._check(scope)
-                draining = self.draining and scope["path"] == HEALTH
+                draining = self.draining and scope["path"].endswith(HEALTH)
                 await (DRAINING if draining else self._app)(scope, exchange.receive, exchange.send)
         except Refused as refused:
             await exchange.refuse(refused)

@@ -10,11 +10,11 @@
 from .chunks import GrowingText, stream_chunks
 from .embeddings import embedding_job, embedding_response
 from .errors import error_of
-from .fields import switch
-from .logprobs import Tokens, bytes_reader
+from .fields import log_once, switch
+from .logprobs import Tokens, bytes_reader, prompt_logprobs
 from .models import model_list
 from .request import Render, Request, chat_request, completion_request
-from .response import response, version_spans
+from .response import meta_info, not_begun, prompt_ids_of, response, text_of, version_spans, weight_versions
 from .tokens import detokenize, tokenize
 
 __all__ = [
@@ -29,10 +29,17 @@ __all__ = [
     "embedding_job",
     "embedding_response",
     "error_of",
+    "log_once",
+    "meta_info",
     "model_list",
+    "not_begun",
+    "prompt_ids_of",
+    "prompt_logprobs",
     "response",
     "stream_chunks",
     "switch",
+    "text_of",
     "tokenize",
     "version_spans",
+    "weight_versions",
 ]

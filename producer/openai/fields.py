@@ -72,7 +72,7 @@ def fields_of(
         params["max_new_tokens"] = max(1, most if room is None else min(most, room))
     fields = job_fields(params, "openai")
     if said.get("logprobs") is None or said["logprobs"] is False:
-        fields["logprobs"] = LogprobOptions(sampled=False)
+        fields["logprobs"] = fields.get("logprobs", LogprobOptions()).model_copy(update={"sampled": False})
     fields.pop("stream", None)
     if switch(body, "stream"):
         fields["stream"] = True

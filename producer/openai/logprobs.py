@@ -10,6 +10,8 @@ from itertools import accumulate
 from math import isfinite
 from typing import Any
 
+from ...messages.model import RolloutResult
+
 Decode = Callable[[Sequence[int]], str]
 TokenBytes = Callable[[int], bytes]
 IMPOSSIBLE = -30_000.0
@@ -94,6 +96,26 @@ def completion_logprobs(
         "top_logprobs": [_by_text(dict([one, *row]).items(), shown) for one, row in zip(sampled, rows, strict=True)],
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(sample: RolloutResult) -> list[dict[str, Any] | None] | None:
+    """The prompt's log-probabilities as vLLM shows them, by position: token id, as text -> {"logprob", "rank"}.
+
+    rank: among those that are shown. None for the first token; nothing at all if the job did not ask for them.
+    """
+    own, prompt = sample.arrays.get("prompt_logprobs"), sample.prompt_ids
+    if own is None or prompt is None:
+        return None
+    rows: list[dict[str, Any] | None] = [None]
+    ids, tops = sample.arrays.get("prompt_top_ids"), sample.arrays.get("prompt_top_logprobs")
+    for place in range(1, prompt.size):
+        row: dict[int, float] = {}
+        if ids is not None and tops is not None:
+            row = dict(zip(ids[place].tolist(), _finite(tops[place].tolist()), strict=True))
+        (row[int(prompt[place])],) = _finite([float(own[place])])
+        ranked = enumerate(sorted(row, key=row.__getitem__, reverse=True), 1)
+        rows.append({str(it): {"logprob": row[it], "rank": rank, "decoded_token": None} for rank, it in ranked})
+    return rows
 
 
 def _by_text(row: Iterable[tuple[int, float]], decode: Decode | None) -> dict[str, float]:

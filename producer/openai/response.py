@@ -12,7 +12,7 @@ import numpy as np
 from ...messages.ids import is_id
 from ...messages.model import GenerateJob, RolloutResult, Segment
 from ..calls import Delta
-from .logprobs import Decode, TokenBytes, Tokens, chat_logprobs, completion_logprobs
+from .logprobs import Decode, TokenBytes, Tokens, chat_logprobs, completion_logprobs, prompt_logprobs
 from .request import Request
 
 OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
@@ -35,9 +35,9 @@ def response(
     """
     choices, prompts, found = [], [], []
     for place, (job, samples) in enumerate(zip(request.jobs, results, strict=True)):
-        prompts.append(prompt := _prompt_ids(job, samples))
+        prompts.append(prompt := prompt_ids_of(job, samples))
         for number, given in enumerate(samples):
-            found.append(sample := given if given is not None else _not_begun(job, number))
+            found.append(sample := given if given is not None else not_begun(job, number))
             choices.append(_choice(request, place * job.n + number, sample, decode, token_bytes, prompt=prompt))
     answer: dict[str, Any] = {
         "id": response_id(request),
@@ -68,7 +68,7 @@ def usage(jobs: Sequence[GenerateJob], results: Sequence[Samples]) -> dict[str, 
     """Token counts. The prompt of several samples counts once, and so does what was cached of it for all of them."""
     prompts = cached = 0
     for job, samples in zip(jobs, results, strict=True):
-        prompts += len(ids := _prompt_ids(job, samples))
+        prompts += len(ids := prompt_ids_of(job, samples))
         hits = (sample.cached_tokens for sample in samples if sample is not None)
         cached += min(len(ids), min(hits, default=0))
     generated = sum(sample.token_ids.size for samples in results for sample in samples if sample is not None)
@@ -177,18 +177,20 @@ def _choice(
     else:
         choice["text"] = text
     choice |= ending(request, sample, bool(calls)) | prompt_fields(request, prompt)
+    if (scored := prompt_logprobs(sample)) is not None:
+        choice["prompt_logprobs"] = scored
     if request.meta_info:
-        choice["meta_info"] = _meta_info(sample, len(prompt), tokens if request.logprobs else None)
+        choice["meta_info"] = meta_info(sample, len(prompt), tokens if request.logprobs else None)
     return choice | token_fields(request, sample, decode, token_bytes)
 
 
-def _not_begun(job: GenerateJob, number: int) -> RolloutResult:
+def not_begun(job: GenerateJob, number: int) -> RolloutResult:
     """What stands for a sample that was aborted before it began."""
     who = {"job_id": job.id, "sample": number, "n": job.n, "group_id": job.group, "worker_id": ""}
     return RolloutResult(**who, attempt=1, token_ids=np.zeros(0, np.int32), finish_reason="abort")
 
 
-def _meta_info(sample: RolloutResult, prompt: int, tokens: Tokens | None) -> dict[str, Any]:
+def meta_info(sample: RolloutResult, prompt: int, tokens: Tokens | None) -> dict[str, Any]:
     """SGLang's `meta_info` of one sample. tokens: with log-probabilities, if they are asked for."""
     info = {
         "id": sample.job_id,
@@ -213,7 +215,7 @@ def _fingerprint(samples: Sequence[RolloutResult]) -> str | None:
     return f"fp_{blake2b(repr(sorted(known.items())).encode(), digest_size=5).hexdigest()}" if known else None
 
 
-def _prompt_ids(job: GenerateJob, samples: Samples) -> list[int]:
+def prompt_ids_of(job: GenerateJob, samples: Samples) -> list[int]:
     """The ids of a prompt. For a prompt of text a worker made them; [] if no sample has them."""
     if job.token_ids is not None:
         return list(job.token_ids.tolist())

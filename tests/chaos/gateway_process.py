@@ -22,7 +22,7 @@ BEAT_S, ALIVE_S = 0.3, 1.5
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    from rolloutmq.ops.gateway import Gateway, HttpLimits, HttpServer, Settings, application, gateway  # noqa: PLC0415
+    from rolloutmq.ops.gateway import Gateway, HttpLimits, HttpServer, Settings, application, pool_gateway  # noqa: PLC0415
     from rolloutmq.ops.gateway.heir import Gateways  # noqa: PLC0415
 
     from .context import POOL  # noqa: PLC0415
@@ -36,9 +36,9 @@ def main() -> None:
             tell(client=client)
             return client
 
-    gateway.Gateways = Quick  # type: ignore[attr-defined]
+    pool_gateway.Gateways = Quick  # type: ignore[attr-defined]
     logging.basicConfig(level=logging.INFO, format=f"{os.getpid()} %(relativeCreated)d %(message)s", stream=sys.stderr)
-    app = application(Gateway(Settings(sys.argv[1], POOL)))
+    app = application(Gateway(Settings(sys.argv[1], [POOL])))
     server = HttpServer(app, "127.0.0.1", 0, limits=HttpLimits(drain_notice_s=0.0, drain_s=20))
     tell(port=server.port)
     asyncio.run(server.serve())

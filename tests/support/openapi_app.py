@@ -32,7 +32,8 @@ def validator(page: Mapping[str, Any], schema: Mapping[str, Any]) -> Draft202012
 
 def _endpoint(page: Mapping[str, Any], operation: Mapping[str, Any]) -> Callable[[Request], Any]:
     status, answer = next(iter(operation["responses"].items()))
-    content = answer.get("content", {}).get("application/json", {})
+    kind = next(iter(answer.get("content", {})), "application/json")
+    content = answer.get("content", {}).get(kind, {})
     example = content.get("example", page if operation["operationId"] == "page" else None)
     schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
 
@@ -47,6 +48,6 @@ def _endpoint(page: Mapping[str, Any], operation: Mapping[str, Any]) -> Callable
                 raise Refused(400, "invalid", "The body is not as the page has it.")
         if not status.startswith("2"):
             raise Refused(403, "RouteBlocked", "Not from here.")
-        return JSONResponse(example)
+        return JSONResponse(example) if "json" in kind else Response(example, media_type=kind)
 
     return endpoint

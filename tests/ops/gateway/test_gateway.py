@@ -304,9 +304,9 @@ async def test_a_repeat_costs_nothing_and_who_hangs_up_pays(redis_db: str, tmp_p
         assert len(sampled(await client.get("/v1/requests/q?wait=60"))[0]) == 12
 
 
-async def test_what_changes_the_pool_is_not_for_its_clients(served: Served) -> None:
+async def test_weights_that_would_have_to_be_unpickled_are_not_for_a_gateway(served: Served) -> None:
     client, _ = served
-    for name in ("pause_generation", "flush_cache", "update_weights_from_disk", "abort_request"):
+    for name in ("update_weights_from_tensor", "update_weights_from_ipc", "stage_weight_update"):
         answer = await client.post(f"/{name}", json={})
         assert (answer.status_code, answer.json()["error"]["type"]) == (403, "RouteBlocked")
 
