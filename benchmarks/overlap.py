@@ -290,4 +290,4 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
 def ratio(blocks: list[dict[str, Any]], unit: str, other: str, one: str) -> float:
     """The mean rate of the blocks with one loop to that of the blocks with the other."""
     means = [statistics.mean(block[unit] for block in blocks if block["loop"] == name) for name in (other, one)]
-    return round(means[0] / means[1], 3)
+    return float(round(means[0] / means[1], 3))

@@ -20,7 +20,7 @@ from rolloutmq import RolloutClient
 from rolloutmq.messages import ConfigError
 from rolloutmq.messages.broker import Broker
 from rolloutmq.ops.gateway import Gateway, Settings, application, new_key
-from rolloutmq.ops.gateway import gateway as gateways
+from rolloutmq.ops.gateway import pool_gateway as gateways
 from rolloutmq.producer.data import Texts
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
