@@ -19,8 +19,7 @@ from support.pools.pool import Running, eventually, letters, runs, worker
 from rolloutmq import RolloutClient
 from rolloutmq.messages import ConfigError
 from rolloutmq.messages.broker import Broker
-from rolloutmq.ops.gateway import Gateway, Settings, application, new_key
-from rolloutmq.ops.gateway import pool_gateway as gateways
+from rolloutmq.ops.gateway import Gateway, Settings, application, new_key, pool_gateway
 from rolloutmq.producer.data import Texts
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -346,7 +345,7 @@ async def test_a_tokenizer_that_takes_long_holds_nobody_up(redis_db: str, monkey
         raise ConfigError("there is none")
 
     monkeypatch.setattr(Texts, "load", load)
-    monkeypatch.setattr(gateways, "LOADING_S", 0.1)
+    monkeypatch.setattr(pool_gateway, "LOADING_S", 0.1)
     try:
         async with worker(redis_db), gateway(redis_db) as client:
             answers = await asyncio.gather(*(client.post("/v1/completions", json=PROMPT) for _ in range(8)))

@@ -1,21 +1,17 @@
-"""Trainers' own clients over a gateway's doors: verifiers, TRL, SkyRL, prime-rl, AReaL and slime, unmodified.
+"""Trainers' own clients over the gateway's door of vLLM: verifiers, TRL, SkyRL and prime-rl, unmodified.
 
-Each sends what it sends and reads what it reads. The judge of log-probabilities is transformers. prime-rl and slime are
-on no package index: they are tested where their sources are on the path (see requirements/trainers.txt).
+Each sends what it sends and reads what it reads. The judge of log-probabilities is transformers. prime-rl is on no
+package index: it is tested where its sources are on the path (see requirements/trainers.txt).
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import importlib.util
 import json
 import shutil
-import threading
 import typing
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,95 +20,24 @@ import httpx
 import numpy as np
 import pytest
 import typing_extensions
-from safetensors.torch import save_file
 from support.engines.asking import judged
 from support.engines.remote import RemoteEngine
 from support.pools.pool import eventually
-from support.pools.served import Served, gateway
+from support.trainers.door_pool import LONG, TOLERANCE, Pool, door_pool, needed
 
 from rolloutmq import BlockingRolloutClient
-from rolloutmq.ops.redis.embedded import EmbeddedRedis
-from rolloutmq.ops.tiny_model import load_tiny_model
 
 if importlib.util.find_spec("renderers") is None:
     pytest.skip("the trainers' packages are not installed: make test-trainers", allow_module_level=True)
 
-TOLERANCE = 1e-3
-"""Of a log-probability, both sides in float32."""
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How far is it?"}]
-LONG = 1000
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
-
-
-@dataclass
-class Pool:
-    """A pool with one worker and a gateway, and the model that it serves in this process."""
-
-    redis: str
-    gateway: Served
-    path: str
-    model: Any
-    tokenizer: Any
-    folder: Path
-    step: int = 0
-
-    @property
-    def url(self) -> str:
-        return self.gateway.url
-
-    @property
-    def version(self) -> int:
-        return int(self.ask("/get_weight_version")["weight_version"])
-
-    def ask(self, path: str) -> Any:
-        return httpx.get(self.url + path).json()
-
-    def perturbed(self) -> Path:
-        """New weights, in a folder; `check` judges by them from now on."""
-        import torch  # noqa: PLC0415
-
-        torch.manual_seed(self.step)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(0.1 * parameter.std().nan_to_num(1.0) * torch.randn_like(parameter))
-        return self.checkpoint()
-
-    def checkpoint(self) -> Path:
-        """The model's weights, in a folder as a trainer writes it."""
-        self.step += 1
-        folder = self.folder / f"step_{self.step}"
-        folder.mkdir()
-        tensors = {name: it.clone() for name, it in self.model.state_dict().items()}
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        return folder
-
-    def check(self, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """The log-probabilities are the model's own."""
-        assert len(ids) == len(logprobs) > 0
-        own = judged(self.model, [*prompt, *ids])[len(prompt) - 1 : -1]
-        np.testing.assert_allclose(logprobs, own[np.arange(len(ids)), ids], atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
 def pool(text_model: Path, text_engine: RemoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
-    model, tokenizer = load_tiny_model(text_model).eval(), AutoTokenizer.from_pretrained(text_model)
-    folder = tmp_path_factory.mktemp("doors")
-    options = ("--weights-from", str(folder), "--snapshots", str(folder / "saved"))
-    with (
-        EmbeddedRedis() as server,
-        text_engine.worker(server.url),
-        gateway(server.url, folder / "gateway.log", *options) as started,
-    ):
-        yield Pool(server.url, started, str(text_model), model, tokenizer, folder)
-
-
-def needed(name: str) -> ModuleType:
-    """A trainer's module; the test is left out where its package is not installed."""
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
-        pytest.skip(f"{name} is not on the path")
-    return importlib.import_module(name)
+    with door_pool(text_model, text_engine, tmp_path_factory.mktemp("doors")) as made:
+        yield made
 
 
 # --- verifiers and renderers -----------------------------------------------------------------------------------------
@@ -256,7 +181,7 @@ async def test_skyrls_remote_inference_client(pool: Pool, skyrl: ModuleType) -> 
         assert await client.detokenize(tokens) == ["Hello"]
         for mode in skyrl.PauseMode:
             ran = asyncio.create_task(client.generate(batch | {"sampling_params": params | {"max_tokens": 200}}))
-            await eventually(lambda: runs_now(pool) > 0)
+            await eventually(lambda: pool.running > 0)
             await client.pause(mode)
             waits = asyncio.create_task(client.generate(batch))
             await client.reset_prefix_cache()
@@ -316,10 +241,6 @@ def row(number: int) -> dict[str, Any]:
     return {"prompt": prompt, "env_class": "gsm8k", "reward_spec": checked, "uid": str(number)}
 
 
-def runs_now(pool: Pool) -> int:
-    return int(sum(it["num_running_reqs"] for it in pool.ask("/v1/loads?include=core")["loads"]))
-
-
 # --- prime-rl --------------------------------------------------------------------------------------------------------
 
 
@@ -363,7 +284,7 @@ async def test_prime_rls_concurrency_follows_the_queue(pool: Pool) -> None:
         assert controller.can_grow
         body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": LONG, "ignore_eos": True}}
         asked = [asyncio.create_task(admin.post("/inference/v1/generate", json=body, timeout=120)) for _ in range(40)]
-        await eventually(lambda: waiting(pool) > 20)
+        await eventually(lambda: pool.waiting > 20)
         for _ in range(concurrency.QUEUE_PERSISTENCE_POLLS):
             await collector.collect_and_log()
         assert not controller.can_grow
@@ -371,107 +292,3 @@ async def test_prime_rls_concurrency_follows_the_queue(pool: Pool) -> None:
         assert limits[-1] < 64
         await admin.post("/abort_requests", json={}, timeout=60)
         assert {(await it).json()["choices"][0]["finish_reason"] for it in asked} <= {"abort", "length"}
-
-
-def waiting(pool: Pool) -> int:
-    return int(sum(it["num_waiting_reqs"] for it in pool.ask("/v1/loads")["loads"]))
-
-
-# --- AReaL -----------------------------------------------------------------------------------------------------------
-
-
-async def test_areals_remote_engine(pool: Pool) -> None:
-    """A rollout that an update of the weights interrupts goes on with what it has, as AReaL does it."""
-    remote = needed("areal.engine.sglang_remote")
-    api, args = needed("areal.api"), needed("areal.api.cli_args")
-    address = pool.url.removeprefix("http://")
-    config = args.InferenceEngineConfig(
-        experiment_name="doors", trial_name="t", max_concurrent_rollouts=4, consumer_batch_size=2, setup_timeout=30
-    )
-    engine = remote.RemoteSGLangEngine(config)
-    engine.initialize(addr=address, train_data_parallel_size=1)
-    try:
-        gconfig = args.GenerationHyperparameters(max_new_tokens=60, temperature=1.0, max_tokens=2000)
-        asked = api.ModelRequest(input_ids=[5, 6, 7], gconfig=gconfig, rid="a")
-        found = await engine.agenerate(asked)
-        pool.check([5, 6, 7], found.output_tokens, found.output_logprobs)
-        long = args.GenerationHyperparameters(max_new_tokens=400, temperature=1.0, max_tokens=2000, ignore_eos=True)
-        runs_on = asyncio.create_task(engine.agenerate(api.ModelRequest(input_ids=[5, 6], gconfig=long, rid="b")))
-        await eventually(lambda: runs_now(pool) > 0)
-        engine.pause()
-        await asyncio.to_thread(engine.pause_generation)
-        before, folder = pool.version, pool.perturbed()
-        backend = remote.SGLangBackend()
-        meta = api.WeightUpdateMeta(type="disk", path=str(folder))
-        async with httpx.AsyncClient(base_url=pool.url, timeout=60) as http:
-            for request in backend.build_disk_weight_update_requests(meta).requests:
-                assert (await http.post(request.endpoint, json=request.payload)).json()["success"] is True
-        assert pool.version == before + 1
-        await asyncio.to_thread(engine.continue_generation)
-        engine.resume()
-        whole = await runs_on
-        assert (len(whole.output_tokens), whole.stop_reason) == (400, "length")
-        again = await engine.agenerate(asked)
-        pool.check([5, 6, 7], again.output_tokens, again.output_logprobs)
-    finally:
-        engine.destroy()
-
-
-# --- slime -----------------------------------------------------------------------------------------------------------
-
-
-async def test_slimes_rollout_and_its_engine(pool: Pool) -> None:
-    """Discovery, generation, an abort until nothing runs, and weights from its folder, by its own functions."""
-    rollout, http_utils = needed("slime.rollout.sglang_rollout"), needed("slime.utils.http_utils")
-    external, types = needed("slime.backends.sglang_utils.external"), needed("slime.utils.types")
-    engines, control = (needed(f"slime.backends.sglang_utils.{it}") for it in ("sglang_engine", "server_control"))
-    host, _, at = pool.url.removeprefix("http://").partition(":")
-    (info,) = external.discover_external_engines([f"{host}:{at}"])
-    assert (info.worker_type, info.num_gpus) == ("regular", 1)
-    args = Namespace(
-        hf_checkpoint=pool.path, sglang_server_concurrency=16, rollout_num_engines=1, rollout_temperature=1.0,
-        rollout_top_p=1.0, rollout_top_k=-1, rollout_max_response_len=8, rollout_stop=None, rollout_stop_token_ids=None,
-        rollout_skip_special_tokens=False, sglang_dp_size=1, sglang_router_ip=host, sglang_router_port=int(at),
-        ci_test=False, use_rollout_routing_replay=False, partial_rollout=True, use_distributed_post=False,
-        rollout_top_p_token_ids=False, mask_offpolicy_in_partial_rollout=False, use_opd=False, opd_type=None,
-        sglang_speculative_algorithm=None, router_policy=None,
-    )  # fmt: skip
-    http_utils.init_http_client(args)
-    state = rollout.GenerateState(args)
-    sample = types.Sample(index=0, prompt="How far is it?", session_id="s-1")
-    done = await rollout.generate(args, sample, state.sampling_params.copy())
-    prompt = pool.tokenizer.encode("How far is it?", add_special_tokens=False)
-    pool.check(prompt, done.tokens[len(prompt) :], done.rollout_log_probs)
-    assert done.status.value in {"completed", "truncated"}
-    assert done.weight_versions == [str(pool.version)]
-
-    long = types.Sample(index=1, prompt="And back?", session_id="s-2")
-    runs_on = asyncio.create_task(rollout.generate(args, long, state.sampling_params | {"max_new_tokens": LONG}))
-    await eventually(lambda: runs_now(pool) > 0)
-    await control.abort_servers_until_idle(
-        [it["url"] for it in (await http_utils.get(f"{pool.url}/workers"))["workers"]]
-    )
-    part = await runs_on
-    assert part.status.value == "aborted"
-    assert part.response_length == len(part.rollout_log_probs) > 0
-
-    engine = object.__new__(engines.SGLangEngine)
-    engine.args, engine.node_rank, engine.server_host, engine.server_port = args, 0, host, int(at)
-    before, folder = pool.version, pool.perturbed()
-    weights = threading.Thread(target=_update, args=[engine, folder, before + 1])
-    weights.start()
-    await asyncio.to_thread(weights.join)
-    assert engine.get_weight_version() == str(before + 1)
-    assert not folder.exists()
-    sample = types.Sample(index=2, prompt="How far is it?")
-    done = await rollout.generate(args, sample, state.sampling_params.copy())
-    pool.check(prompt, done.tokens[len(prompt) :], done.rollout_log_probs)
-
-
-def _update(engine: Any, folder: Path, version: int) -> None:
-    """As the trainer group of slime does."""
-    engine.pause_generation()
-    engine.flush_cache()
-    engine.update_weights_from_disk(model_path=str(folder), weight_version=str(version))
-    shutil.rmtree(folder)
-    engine.continue_generation()
