@@ -8,7 +8,7 @@ import time
 from pathlib import PurePath
 from typing import NamedTuple
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from ...messages.broker import Broker
 from ...messages.errors import RedisUnavailable, RolloutMQError
@@ -89,6 +89,9 @@ class PoolFacts:
         """Why the pool can serve no requests; None if it can."""
         try:
             reading = await self.read()
+        except NoPermissionError as error:
+            log.error("docs/redis.md says what a gateway's user may: %s", error)
+            return "the gateway's user may not read the pool in Redis"
         except (RedisError, OSError, RolloutMQError) as error:
             log.warning("not ready: %s", error)
             return "the pool's Redis does not answer"  # where it is is no stranger's business
