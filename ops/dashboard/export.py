@@ -30,10 +30,12 @@ def page_of(history: History, rollouts: Rollouts) -> dict[str, Any]:
     times = np.linspace(history.began, history.ended, count).tolist()
     rows = _chosen(history)
     shown = [row_of(history, row) for row in rows]
+    told = int(np.count_nonzero(~np.isnan(history.samples["at"])))
     return {
         "frames": [_less(history.state(at, brief=True)) for at in times],
         "state": history.state(),
         "rows": shown,
+        "left_out": told - len(shown),
         "rollouts": rollouts.many([(one["job_id"], one["sample"]) for one in shown]),
     }
 
@@ -44,13 +46,15 @@ def _less(frame: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chosen(history: History) -> list[int]:
-    """The newest samples, those of the lowest reward and those that were the most stale; newest first."""
+    """All samples if there are few; else the newest, those of the lowest reward and the most stale. Newest first."""
     of = history.samples
     rows = np.flatnonzero(~np.isnan(of["at"]))
     newest = rows[np.argsort(-of["at"][rows], kind="stable")]
     worst = rows[np.argsort(of["reward"][rows], kind="stable")]
     stale = rows[np.argsort(-np.nan_to_num(history.behind[rows], nan=-1.0), kind="stable")]
     chosen = {*newest[: SAMPLES // 2].tolist(), *worst[: SAMPLES // 4].tolist(), *stale[: SAMPLES // 4].tolist()}
+    rest = [row for row in newest.tolist() if row not in chosen]
+    chosen.update(rest[: SAMPLES - len(chosen)])
     return sorted(chosen, key=lambda row: -float(of["at"][row]))
 
 

@@ -104,12 +104,21 @@ def alarms_of(moment: Moment) -> list[Alarm]:
 def verdict_of(moment: Moment, alarms: Sequence[Alarm], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The contract's verdict. before: the one of a moment ago, which says since when a state lasts."""
     state, title, first, since = _state(moment)
+    errors = [alarm for alarm in alarms if alarm.severity == "error"]
+    if moment.over and errors:
+        state, title = "broken", f"The run is over, with {len(errors)} error{'s' * (len(errors) > 1)}"
     why = [moment.scale[1]] if moment.scale is not None and moment.scale[1] else []
     why += [f"{alarm.title}: {alarm.evidence}" for alarm in alarms if alarm.severity != "note"][:4]
     if since is None:
         since = before["since"] if before is not None and before["state"] == state else moment.at
-    todo = [line for line in (first, *(alarm.text for alarm in alarms if alarm.severity == "error")) if line]
-    return {"state": state, "since": since, "title": title, "why": why, "todo": list(dict.fromkeys(todo))[:4]}
+    todo = [first, *(f"{alarm.title}: {alarm.text}" for alarm in errors if alarm.text != first)]
+    return {
+        "state": state,
+        "since": since,
+        "title": title,
+        "why": why,
+        "todo": [*filter(None, dict.fromkeys(todo))][:5],
+    }
 
 
 def _state(moment: Moment) -> tuple[State, str, str, float | None]:

@@ -65,7 +65,8 @@ async function fill(more) {
   listing.next = found.next === undefined ? guessed : found.next;
   byId("rollouts-older").hidden = listing.next === null;
   const { size } = listing.seen, asOf = moment(listing.at ?? listing.now, listing.now);
-  put(byId("rollouts-told"), size ? `newest ${count(size)}, as of ${asOf}` : "none that matches");
+  const left = found.left ? `; this file leaves out ${count(found.left)}` : "";
+  put(byId("rollouts-told"), (size ? `newest ${count(size)}, as of ${asOf}` : "none that matches") + left);
 }
 
 // at: in history no rollout is later.

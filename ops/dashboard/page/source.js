@@ -64,7 +64,7 @@ export async function rows(wanted, cursor, at) {
     (version === null || (row.oldest_version <= version && version <= row.newest_version)) &&
     (!wanted.outcome || row.fate === wanted.outcome || row.state === wanted.outcome);
   const found = (embedded.rows ?? []).filter((row) => fits(row) && !(row.at > (at ?? Infinity))), from = cursor ?? 0;
-  return { rows: found.slice(from, from + 50), next: from + 50 < found.length ? from + 50 : null };
+  return { rows: found.slice(from, from + 50), next: from + 50 < found.length ? from + 50 : null, left: embedded.left_out };
 }
 
 export async function rollout(job, sample) {

@@ -51,7 +51,7 @@ def test_each_planted_fault_is_an_alarm(run: Planted, history: Any) -> None:
     assert (dying["title"], dying["severity"]) == ("Workers die again and again", "error")
     assert f"{len(DEATHS)} on " in dying["evidence"]
     assert f"{len(run.asking)} jobs that ask for seed" in alarm(state, "never-claimed")["evidence"]
-    assert state["verdict"]["title"] == "The run is over"
+    assert state["verdict"]["title"] == "The run is over, with 4 errors"
     assert len(state["verdict"]["todo"]) == 4
 
 
@@ -170,7 +170,7 @@ def test_the_exported_file_shows_each_cause_in_a_browser(
     file = tmp_path / "run.html"
     file.write_text(as_page(page_of(history, Rollouts(str(run.journal), history))))
     page = visit(file.as_uri())
-    assert page.locator("#verdict-title").inner_text() == "The run is over"
+    assert page.locator("#verdict-title").inner_text() == "The run is over, with 4 errors"
     shown = page.locator("#alarms").inner_text()
     for words in ("changed its sign", "on disk is damaged", "again and again", "ask for seed"):
         assert words in shown
