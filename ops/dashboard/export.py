@@ -52,10 +52,8 @@ def _chosen(history: History) -> list[int]:
     newest = rows[np.argsort(-of["at"][rows], kind="stable")]
     worst = rows[np.argsort(of["reward"][rows], kind="stable")]
     stale = rows[np.argsort(-np.nan_to_num(history.behind[rows], nan=-1.0), kind="stable")]
-    chosen = {*newest[: SAMPLES // 2].tolist(), *worst[: SAMPLES // 4].tolist(), *stale[: SAMPLES // 4].tolist()}
-    rest = [row for row in newest.tolist() if row not in chosen]
-    chosen.update(rest[: SAMPLES - len(chosen)])
-    return sorted(chosen, key=lambda row: -float(of["at"][row]))
+    wanted = np.concatenate([newest[: SAMPLES // 2], worst[: SAMPLES // 4], stale[: SAMPLES // 4], newest])
+    return sorted([*dict.fromkeys(wanted.tolist())][:SAMPLES], key=lambda row: -float(of["at"][row]))
 
 
 def as_page(run: Mapping[str, Any]) -> str:

@@ -179,8 +179,14 @@ class History:
             "queued": int(waits.sum()), "running": int((claimed & ~over).sum()), "ages": ages,
             "done": int((over & (jobs["ok"] == 1)).sum()), "failed": int((over & (jobs["ok"] == 0)).sum()),
             "consumed": int((samples["consumed"] <= t).sum()) if self.recording.counts["consumed"] else None,
-            "tokens_per_s": round(float(samples["tokens"][recent].sum()) / seconds, 1), "trainer_waits": None,
+            "tokens_per_s": round(float(samples["tokens"][recent].sum()) / seconds, 1), "trainer_waits": self._waits(t),
         }  # fmt: skip
+
+    def _waits(self, t: float) -> float | None:
+        """The part of the last 15 minutes in which the trainer waited for samples; None if it does not say."""
+        waited = self.samples["waited"][(self.samples["at"] <= t) & (self.samples["at"] > t - WINDOW_S)]
+        seconds = min(WINDOW_S, max(1.0, t - self.began))
+        return None if np.isnan(waited).all() else round(min(1.0, float(np.nansum(waited)) / seconds), 3)
 
     def staleness(self, since: float, t: float) -> dict[int, int]:
         """Samples that were consumed in this time, by how many versions each was behind."""

@@ -32,6 +32,7 @@ class Told:
     staleness: Mapping[int, int]
     versions: Mapping[str, Any]
     rewards: Mapping[int, Rewards]
+    trainer_waits: float | None
 
 
 class Recent:
@@ -69,5 +70,6 @@ class Recent:
         end = history.ended
         frame = history.state(end, brief=True)
         behind = history.staleness(end - WINDOW_S, end)
-        self.told = Told(frame["flow"]["consumed"], behind, frame["versions"], history.rewards(end))
+        flow = frame["flow"]
+        self.told = Told(flow["consumed"], behind, frame["versions"], history.rewards(end), flow["trainer_waits"])
         return history

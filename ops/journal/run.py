@@ -116,7 +116,7 @@ class Run:
         self.samples = Columns(
             at="d", job="q", sample="q", worker="q", client="q", session="q", oldest="q", newest="q", tokens="q",
             queued="d", generating="d", waiting="d", attempt="q", finish="q", consumed="d", reward="d", stale="d",
-            fate="q", why="q",
+            waited="d", fate="q", why="q",
         )  # fmt: skip
         self.attempts = Columns(
             at="d", job="q", attempt="q", worker="q", queued="d", samples="q", end="d", over="q", saved_at="d", kept="q"
@@ -239,7 +239,12 @@ class Run:
         if entry.sample < 0 or not entry.job_id:
             return
         row, of, data = self.row(self.job(entry.job_id), entry.sample), self.samples, entry.data
-        for name, column in (("return", "reward"), ("reward", "reward"), ("staleness", "stale")):
+        for name, column in (
+            ("return", "reward"),
+            ("reward", "reward"),
+            ("staleness", "stale"),
+            ("waited_s", "waited"),
+        ):
             value = data.get(name)
             if isinstance(value, int | float) and math.isfinite(value) and abs(value) < 1e30:
                 of[column][row] = value

@@ -60,6 +60,7 @@ class RolloutFeed:
         self._pool = Generating(core, self.books, replace(rules, teaches=None) if reproducible else rules, self._wake)
         self._ready = self._pool.ready
         self._handed: set[tuple[int, tuple[int, ...]]] = set()  # at the trainer: prompts and samples of groups
+        self._waited_s = 0.0  # for groups, since the last one was trained on
         self._given = 0  # samples that were wanted of what the trainer got since the last update
         self._changes = 0  # each task that waits compares it with what it was
         self._begun = self._held_up = self._has_waited = False
@@ -148,7 +149,8 @@ class RolloutFeed:
 
     async def _get(self, most: int, timeout: float | None, source: Batches | None) -> list[TrainGroup]:
         """See `batch`. source: what to submit meanwhile; None waits for what others submit."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = None if timeout is None else began + timeout
         await self._begin()
         aside = self._pool.aside
         aside.raise_new()  # by coroutines that ended while nobody waited
@@ -167,6 +169,7 @@ class RolloutFeed:
                 aside.raise_again()
             if found is not None and not (busy and self._schedule):
                 self._pool.leave_out(self._late(source))
+                self._waited_s += time.monotonic() - began
                 return self._hand_out(found)
             left = _left(deadline)
             pause = left if not (busy or self._pool.busy) else RETRY_S if left is None else min(left, RETRY_S)
@@ -302,7 +305,8 @@ class RolloutFeed:
             group.check_rewards()
             at = self.books.updates if step is None else step
             self.books.train(group.number, group.samples, at, known)
-            group.note(self._core.journal, group.samples, trained=at)
+            waited, self._waited_s = self._waited_s / len(group.samples), 0.0  # all of it with the first group
+            group.note(self._core.journal, group.samples, trained=at, **({"waited_s": waited} if waited else {}))
             self._handed.remove((group.number, group.samples))
             self._pool.settled(group.number, group.samples)
         self._wake()

@@ -166,7 +166,7 @@ class TrainGroup(Group):
         if self.rewards:
             finite_rewards(self.rewards, len(self.results))
 
-    def note(self, journal: Journal | None, samples: Collection[int], **fate: int | str) -> None:
+    def note(self, journal: Journal | None, samples: Collection[int], **fate: float | str) -> None:
         """Write into a journal, if there is one, what became of samples."""
         if journal is None:
             return
