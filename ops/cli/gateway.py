@@ -13,7 +13,7 @@ from ...messages.defaults import DEFAULT_URL
 from .options import LogLevel, RedisUrl, log_to_stderr, say
 
 Pools = Annotated[
-    list[str], typer.Option(envvar="ROLLOUTMQ_POOL", help="A pool that all tenants use; several: `model` chooses.")
+    str, typer.Option(envvar="ROLLOUTMQ_POOL", help="The pool that all tenants use; of several (a,b) `model` chooses.")
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; other hosts need --keys.")]
 
@@ -30,10 +30,10 @@ def gateway(
     tls_key: Annotated[Path | None, typer.Option(help="Its key in PEM.")] = None,
     tls_client_ca: Annotated[Path | None, typer.Option(help="Serve only clients with a certificate of it.")] = None,
     redis: RedisUrl = DEFAULT_URL,
-    pool: Pools = ("default",),  # type: ignore[assignment]  # typer makes a list of it
+    pool: Pools = "default",
     tenant: Annotated[str | None, typer.Option(help="Who sends no key is this tenant of --keys.")] = None,
     weights_from: Annotated[Path | None, typer.Option(help="Tenants' weights and adapters are below it.")] = None,
-    snapshots: Annotated[Path | None, typer.Option(help="Save their versions here, in a folder a pool.")] = None,
+    snapshots: Annotated[str, typer.Option(help="Save their versions here, in a folder a pool.")] = "",
     receiver_device: Annotated[str, typer.Option(help="Where trainers' broadcasts arrive: cpu, or cuda:0.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print where it listens as one line of JSON.")] = False,
     log_level: LogLevel = "info",
@@ -71,11 +71,12 @@ def gateway(
         raise ConfigError(f"--defaults: {error}") from None
     tls = None if tls_cert is None or tls_key is None else Tls(tls_cert, tls_key, tls_client_ca)
     log_to_stderr(log_level)
-    reach(redis, pool[0])
+    pools = tuple(name.strip() for name in pool.split(","))
+    reach(redis, pools[0])
     served = Gateway(
         Settings(
-            redis, pool, served_model_name, tokenizer, keys, given,
-            tenant=tenant, weights_from=weights_from, snapshots=snapshots,
+            redis, pools, served_model_name, tokenizer, keys, given,
+            tenant=tenant, weights_from=weights_from, snapshots=Path(snapshots) if snapshots else None,
             receiver_device=receiver_device,
         )
     )  # fmt: skip

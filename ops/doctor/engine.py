@@ -19,6 +19,7 @@ OPTIONAL = {
     "simpleeval": "replay",
     "prometheus_client": "metrics",
     "sse-starlette": "gateway",
+    "starlette": "dashboard",
     "opentelemetry-sdk": "otel",
     "rq": "ops",
     "mcp": "mcp",

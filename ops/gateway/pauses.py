@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from ...messages.redis import Keys, PoolRedis, text
+from .requests import lenient
 
 FRESH_S = 1.0
 """So old may be what is known of who has paused, where nobody had."""
@@ -30,7 +31,7 @@ class Pauses:
     async def paused(self, tenant: str, max_age_s: float = 0.0) -> bool:
         """Whether the tenant has paused. Raises RedisError."""
         if time.monotonic() - self._at > max_age_s:
-            self._paused = frozenset(text(one) for one in await self._redis.hgetall(self._key))
+            self._paused = frozenset(text(one) for one in await lenient(self._redis.hgetall(self._key), {}))
             self._at = time.monotonic()
         return tenant in self._paused
 

@@ -202,7 +202,7 @@ class Requests:
         deadline, pause = time.monotonic() + timeout, FIRST_PAUSE_S
         while True:
             # Asked first: an heir finishes a request before it takes the owner's name away.
-            owned = await _lenient(self.redis.hexists(self.keys.gateways, request.owner), True)
+            owned = await lenient(self.redis.hexists(self.keys.gateways, request.owner), True)
             seed, answer = await self._read(request._place, "seed", "answer")
             if text(seed) != request.seed or (answer is None and not owned):
                 raise _lost(request)
@@ -215,7 +215,7 @@ class Requests:
             pause = min(PAUSE_S, 1.5 * pause)
 
     async def _read(self, place: str, *names: str) -> list[bytes | None]:
-        return await _lenient(self.redis.hmget(self.keys.request(place), names), [None] * len(names))
+        return await lenient(self.redis.hmget(self.keys.request(place), names), [None] * len(names))
 
 
 def id_of(key: str) -> str:
@@ -223,7 +223,7 @@ def id_of(key: str) -> str:
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
-async def _lenient(asked: Awaitable[T], instead: T) -> T:
+async def lenient(asked: Awaitable[T], instead: T) -> T:
     """What Redis answers; `instead` if the key holds something of another type."""
     try:
         return await asked

@@ -78,6 +78,7 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
     "gateway": ("string", lambda it: it.keys.gateway("gw")),
     "spent": ("hash", lambda it: it.keys.spent("tenant")),
     "admitted": ("zset", lambda it: it.keys.admitted("tenant")),
+    "paused": ("hash", lambda it: it.keys.paused),
 }
 UNCOUNTED = {
     "ward",
@@ -98,6 +99,7 @@ UNCOUNTED = {
     "gateway",
     "spent",
     "admitted",
+    "paused",
 }
 """Of a wrong type they are set aside by whoever uses them next, which here may be nobody."""
 WAYS = ("wrong type", "missing", "garbage", "huge")

@@ -149,7 +149,7 @@ class PoolMachine(WorkerRules):
 
     def transfer(self, number: int, served: bool, committed: bool, which: int, again: bool) -> None:
         self.epochs += 1
-        opened = self.epochs, number, "m", 60, "told"
+        opened = self.epochs, number, "m", 60, "told", ""
         before = self.look()
         if number <= int(before["weights"].get("highest", 0)):
             assert self.call("announce", *opened) == "taken"

@@ -20,6 +20,7 @@ def request(rid: str, key: str | None = "1", tokens: int = 0, lora: str | None =
     params = SimpleNamespace(custom_params=None)
     return SimpleNamespace(
         rid=rid, extra_key=key, lora_id=lora, output_ids=list(range(tokens)), kv=kv, sampling_params=params,
+        finished=lambda: False, to_finish=None, update_finish_state=lambda: None,
     )  # fmt: skip
 
 
