@@ -117,7 +117,7 @@ async def test_up_ends_when_its_redis_does(redis_db: str, tmp_path: Path) -> Non
         redis_db, said, "up", "--workers", "1", "--port", "0", "--exporter-port", "0", "--gateway-port", "0"
     ) as process:
         await eventually(lambda: "ready: 1 serve" in said.read_text(), 60, "it serves")
-        (server,) = [one for one in psutil.Process(process.pid).children() if "worker" not in " ".join(one.cmdline())]
+        (server,) = [it for it in psutil.Process(process.pid).children(recursive=True) if "-server" in it.name()]
         server.kill()
         assert await ended(process) == 2, said.read_text()
     assert "the pool's Redis has ended" in said.read_text()
