@@ -90,8 +90,8 @@ class Gateway:
 
     def owns(self, tenant: Tenant) -> bool:
         """Whether the first pool of a tenant is nobody else's, so that it may do with it as it likes."""
-        if self.settings.keys is None:
-            return True
+        if self.settings.keys is None:  # whoever is on this host may ask: an operator has said that weights may come
+            return self.settings.weights_from is not None
         others = [it.pool for it in self.tenants.all if it.name != tenant.name]
         return tenant.pool is not None and tenant.pool not in {*others, *self.settings.pools}
 
@@ -100,7 +100,8 @@ class Gateway:
         if not self.owns(tenant):
             text = (
                 f"{what} would change the pool for others, who share it with you. A tenant that brings weights has a "
-                "pool of its own: `pool` in the file of keys. Adapters may be brought to any pool."
+                "pool of its own: `pool` in the file of keys; or --weights-from, where there is no such file. Adapters "
+                "may be brought to any pool."
             )
             raise Refused(403, "RouteBlocked", text)
 
