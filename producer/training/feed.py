@@ -60,8 +60,7 @@ class RolloutFeed:
         self._pool = Generating(core, self.books, replace(rules, teaches=None) if reproducible else rules, self._wake)
         self._ready = self._pool.ready
         self._handed: set[tuple[int, tuple[int, ...]]] = set()  # at the trainer: prompts and samples of groups
-        self._waited_s = 0.0  # for groups, since the last one was trained on
-        self._given = 0  # samples that were wanted of what the trainer got since the last update
+        self._waited_s, self._given = 0.0, 0  # for groups, until one is trained on; samples given since the last update
         self._changes = 0  # each task that waits compares it with what it was
         self._begun = self._held_up = self._has_waited = False
         self._submitting = asyncio.Lock()
@@ -81,9 +80,7 @@ class RolloutFeed:
         PoolBusy, InvalidField, and what `RolloutClient.submit` raises; the prompt was not accepted then.
         """
         if self._schedule is not None:
-            raise InvalidField(
-                "submit", "a job", "`batches` alone in a reproducible run: it says when prompts are accepted"
-            )
+            raise InvalidField("submit", "a job", "`batches` alone in a reproducible run")
         self.staleness.check(job)
         deadline = None if timeout is None else time.monotonic() + timeout
         await self._begin()
