@@ -9,6 +9,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests, for two cores: two compute, with engines, and the third one mostly waits.
 PROCESSES ?= 3
+FORGET = $(if $(CI),--cache-clear)
 PYTEST_ALL = .venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile $(FORGET)
 EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/packages
 # What depends on the server: scripts, connections, deployments, and whoever speaks to it most.
@@ -18,7 +19,6 @@ SCRIPT_TESTS = tests/messages/broker tests/messages/redis
 
 # In CI, what failed beside other tests is run once more, alone: a machine that has two cores for four processes delays
 # timers by seconds. The output names it, and whoever reads that looks for the race. Outside CI everything runs once.
-FORGET = $(if $(CI),--cache-clear)
 # A run that could not begin, as its processes had found different tests, fails: it knows no test that did.
 ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && ! grep '"gw[0-9]' .pytest_cache/v/cache/lastfailed && \
   echo "these failed; once more and alone:" && .venv/bin/python -m pytest --lf --lfnf=none; })

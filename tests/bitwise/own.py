@@ -47,6 +47,18 @@ def logprobs_of(model: Any, batch: RolloutBatch) -> torch.Tensor:
     return torch.nn.functional.pad(found, (1, 0))
 
 
+def take_step(model: Any, optimizer: Any, batch: RolloutBatch, advantages: torch.Tensor) -> tuple[float, float]:
+    """A step of truncated importance sampling; returns its loss and the norm of its gradient. advantages: (rows,)."""
+    now = logprobs_of(model, batch)
+    weights = truncated(importance_ratios(now.detach(), batch.logprobs, batch.mask), 2.0)
+    loss = -(advantages[:, None] * weights * now).sum() / batch.mask.sum()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), norm.item()
+
+
 def save(path: Path, new: Any) -> None:
     torch.save(new, path.with_suffix(".new"))
     os.replace(path.with_suffix(".new"), path)
@@ -90,13 +102,7 @@ def main(url: str, model_path: str, folder: str, steps: int, free: bool = False)
             batch = RolloutBatch.of(rows_of(groups))
             rewards = [torch.tensor(group.rewards) for group in groups]
             advantages = torch.cat([(it - it.mean()) / (it.std(correction=0) + 1e-3) for it in rewards])
-            now = logprobs_of(model, batch)
-            weights = truncated(importance_ratios(now.detach(), batch.logprobs, batch.mask), 2.0)
-            loss = -(advantages[:, None] * weights * now).sum() / batch.mask.sum()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            loss, norm = take_step(model, optimizer, batch, advantages)
             feed.train(groups)
             version += 1
             before, handle = handle, publish()
@@ -105,7 +111,7 @@ def main(url: str, model_path: str, folder: str, steps: int, free: bool = False)
             if step % 3 == 2:
                 before.wait(for_="committed")  # of all versions a checkpoint has one: the pool has those before
                 keep()
-            record.step(step, [result for group in groups for result in group.results], loss.item(), norm.item())
+            record.step(step, [result for group in groups for result in group.results], loss, norm)
             if step == steps - 1:
                 break
         record.end(model)

@@ -21,9 +21,8 @@ from rolloutmq.ops.tiny_model import load_tiny_model
 from rolloutmq.producer.episodes import Episode, EpisodeLimits, Step
 from rolloutmq.producer.training import seed_of
 from rolloutmq.producer.training.batch import RolloutBatch
-from rolloutmq.producer.training.ratios import importance_ratios, truncated
 
-from .own import logprobs_of, save
+from .own import save, take_step
 from .record import Record, deterministic
 
 ETA, TASKS, EPISODES, TOKENS, TURNS = 2, 3, 4, 20, 3
@@ -161,11 +160,4 @@ def learn(model: Any, optimizer: Any, episodes: list[Episode]) -> tuple[float, f
     rewards = torch.tensor([episode.reward for episode in episodes]).view(TASKS, EPISODES)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-3)).flatten()
     batch = RolloutBatch.of([row for episode in episodes for row in episode.rows()])
-    now = logprobs_of(model, batch)
-    weights = truncated(importance_ratios(now.detach(), batch.logprobs, batch.mask), 2.0)
-    loss = -(advantages[:, None] * weights * now).sum() / batch.mask.sum()
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item(), norm.item()
+    return take_step(model, optimizer, batch, advantages)
