@@ -67,9 +67,9 @@ def _hears(process: Any, answer: str) -> None:
     assert process.stdout.readline().strip() == answer
 
 
-async def test_a_group_of_sglangs_with_and_without_an_end(redis_db: str) -> None:
+async def test_a_group_of_sglangs_with_and_without_an_end(redis_db: str, tmp_path: Path) -> None:
     """slime and AReaL say neither begin nor end: an update ends when generation continues."""
-    async with worker(redis_db) as running, gateway(redis_db) as client:
+    async with worker(redis_db) as running, gateway(redis_db, weights_from=tmp_path) as client:
         with trainer() as tell:
             at = port()
             tell(f"join {at} 3 group", "")
@@ -135,11 +135,13 @@ class Rank0:
 
 
 @pytest.mark.parametrize("most", [None, 1, 100, 1 << 20])
-async def test_an_update_of_vllms_is_one_version_when_it_is_finished(redis_db: str, most: int | None) -> None:
+async def test_an_update_of_vllms_is_one_version_when_it_is_finished(
+    redis_db: str, tmp_path: Path, most: int | None
+) -> None:
     at = port()
     rank0 = Rank0(at)
     joins = threading.Thread(target=rank0.join)
-    async with worker(redis_db) as running, gateway(redis_db) as client:
+    async with worker(redis_db) as running, gateway(redis_db, weights_from=tmp_path) as client:
         joins.start()
         info = {"master_address": "127.0.0.1", "master_port": at, "rank_offset": 1, "world_size": 2}
         await done(client, "/init_weight_transfer_engine", {"init_info": info | {"packed": most is not None}})
