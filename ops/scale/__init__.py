@@ -1,5 +1,6 @@
 """How many workers a pool needs: a pure policy; and a scaler of workers, on this host or as jobs of Slurm."""
 
+from .member import Site
 from .places import Place, places
 from .policy import FULL, STATES, Decision, History, PoolView, ScaleSettings, State, decide
 from .process import ThisHost, leaving_with_this
@@ -20,6 +21,7 @@ __all__ = [
     "ScaleSettings",
     "Scaler",
     "ScalerLock",
+    "Site",
     "Slurm",
     "State",
     "ThisHost",
