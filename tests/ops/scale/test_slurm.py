@@ -257,7 +257,7 @@ async def test_what_pre_emptions_waste(
         assert scaler._crashes == 0
     logs = [path.read_text().removeprefix(before.get(path, "")) for path in slurm.folder.glob("worker-*.log")]
     generated = sum(int(count) for text in logs for count in re.findall(r"^generated (\d+)", text, re.MULTILINE))
-    started = sum(text.count("joined as") for text in logs)
+    started = sum(text.count("joined pool") for text in logs)
     ended = sum(len(re.findall(r"^generated ", text, re.MULTILINE)) for text in logs)
     print(f"{len(ids)} jobs, {started} starts, {samples:,} tokens, {generated - samples:,} more were generated")
     assert (ended, started > 14) == (started, True)
