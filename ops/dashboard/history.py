@@ -202,9 +202,7 @@ class History:
 
     def _flow(self, t: float) -> dict[str, Any]:
         jobs, samples = self.jobs, self.samples
-        accepted, over = jobs["at"] <= t, jobs["end"] <= t
-        claimed = jobs["claimed"] <= t
-        waits = accepted & ~claimed & ~over
+        over, claimed, waits = jobs["end"] <= t, jobs["claimed"] <= t, self.waiting(t)
         ages = {
             name: _ages(t - jobs["at"][waits & (jobs["priority"] == place)]) for place, name in enumerate(PRIORITIES)
         }
@@ -216,6 +214,10 @@ class History:
             "consumed": int((samples["consumed"] <= t).sum()) if self.recording.counts["consumed"] else None,
             "tokens_per_s": round(float(samples["tokens"][recent].sum()) / seconds, 1), "trainer_waits": self._waits(t),
         }  # fmt: skip
+
+    def waiting(self, t: float) -> npt.NDArray[np.bool_]:
+        """(jobs,) which had been accepted by then, and nobody had claimed."""
+        return (self.jobs["at"] <= t) & ~(self.jobs["claimed"] <= t) & ~(self.jobs["end"] <= t)
 
     def _waits(self, t: float) -> float | None:
         """The part of the last 15 minutes in which the trainer waited for samples; None if it does not say."""

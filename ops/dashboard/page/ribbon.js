@@ -2,6 +2,7 @@
 import { drawTimes, timeTicks } from "./chart.js";
 import { byId, clock, count, el, isKnown, lasting, put, visible } from "./dom.js";
 import { drawGlyph, glyphs } from "./glyphs.js";
+import { list } from "./rollouts.js";
 import { fitted, inkOn, shortened, theme, versionColour, whenThemeChanges } from "./palette.js";
 import { WINDOW_S } from "./state.js";
 
@@ -198,12 +199,14 @@ function story(id) {
 }
 
 function say(text) {
-  put(byId("ribbon-facts"), text || "Point at a lane, or go there with the arrow keys: what happened, and when.");
+  put(byId("ribbon-facts"), text || "Point at a lane, or go there with the arrow keys: what happened, and when. A click, or Enter, lists its rollouts.");
 }
 
 function point(event) {
   const y = event.offsetY + byId("lanes").scrollTop;
   const row = ribbon.rows.find((it) => it.y <= y && y < it.y + it.high);
+  event.target.style.cursor = row ? "pointer" : "";
+  ribbon.known = ribbon.chosen === row?.id;
   ribbon.hover = event.offsetX >= ribbon.left ? atOf(event.offsetX) : null;
   ribbon.chosen = row?.id ?? null;
   if (row) {
@@ -220,6 +223,7 @@ const ALONG = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
 
 function onKey(event) {
   const lanes = ribbon.rows, here = lanes.findIndex((row) => row.id === ribbon.chosen);
+  if (event.key === "Enter" && ribbon.chosen !== null) list({ worker: ribbon.chosen });
   const down = DOWN[event.key], along = ALONG[event.key];
   if (!lanes.length || (down === undefined && along === undefined)) return;
   event.preventDefault();
@@ -274,7 +278,10 @@ export function startRibbon() {
   const canvas = byId("ribbon"), again = () => { if (ribbon.state) showRibbon(ribbon.state, null, ribbon.mark); };
   canvas.addEventListener("pointermove", point);
   canvas.addEventListener("pointerdown", point);
-  const leave = () => {
+  // A finger's first tap says what a lane is, the second one lists its rollouts; lifting it does not count as leaving.
+  canvas.addEventListener("click", () => { if (ribbon.known && ribbon.chosen !== null) list({ worker: ribbon.chosen }); });
+  const leave = (event) => {
+    if (event.pointerType === "touch") return;
     ribbon.hover = ribbon.chosen = ribbon.event = null;
     say("");
     drawRibbon();

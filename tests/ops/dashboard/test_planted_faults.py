@@ -125,6 +125,11 @@ def test_rollouts_are_listed_and_shown_with_their_tokens(run: Planted, history: 
     bad = rows_of(history, 500, version=FLIPPED + 1, outcome="trained")["rows"]
     assert len(bad) == BATCH
     assert {row["reward"] < 0 for row in bad} == {True}
+    waiting = rows_of(history, 2, outcome="waiting")
+    assert {row["job_id"] for row in waiting["rows"]} < set(run.asking)
+    assert waiting["rows"][0]["why"] == "for a worker that has seed, never claimed"
+    assert (waiting["left"], waiting["next"]) == (len(run.asking) - 2, None)
+    assert rows_of(history, 2, repr(history.began), outcome="waiting")["rows"] == []
     row = bad[0]
     told = rollouts.one(row["job_id"], row["sample"])
     assert told is not None
@@ -175,10 +180,11 @@ def test_the_exported_page_has_the_run(run: Planted, history: Any) -> None:
     told = page_of(history, Rollouts(str(run.journal), history))
     assert len(told["frames"]) == 200
     assert told["frames"][0]["at"] < told["frames"][-1]["at"] == told["state"]["at"]
-    assert 0 < len(told["rows"]) <= 200
+    assert len(run.asking) < len(told["rows"]) <= 200 + len(run.asking)
     assert [(one["job_id"], one["sample"]) for one in told["rollouts"]] == [
-        (one["job_id"], one["sample"]) for one in told["rows"]
+        (one["job_id"], one["sample"]) for one in told["rows"] if one["state"] != "waiting"
     ]
+    assert {one["job_id"] for one in told["rows"] if one["state"] == "waiting"} == set(run.asking)
 
 
 def test_the_exported_file_shows_each_cause_in_a_browser(
