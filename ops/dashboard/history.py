@@ -116,7 +116,7 @@ class History:
         scale, scale_since = self._scale(t, flow)
         moment = Moment(
             at=t, over=over, running=flow["running"], scale=scale, scale_since=scale_since,
-            reasons=self._stopped(t, waits=bool(unclaimed) or (not over and flow["queued"] > 0), over=over),
+            reasons=self._stopped(t, waits=bool(unclaimed) or scale[0] in {"starting", "unclaimed"}, over=over),
             deaths=within(self.deaths), refusals=within(self.refusals), restarts=within(self.restarts),
             failures=failures, stale=stale, rewards=self.rewards(t), unclaimed=unclaimed,
             lost_entries=self.recording.lost,

@@ -139,7 +139,7 @@ def _state(moment: Moment) -> tuple[State, str, str, float | None]:
     if hard is not None:
         return "broken", _sentence(hard.found), hard.do, hard.since
     found: tuple[State, str, str, float | None]
-    if stops and not moment.running:
+    if stops and not moment.running and not moment.over:
         found = "standing", _sentence(stops[0].found), stops[0].do, stops[0].since
     elif moment.over:
         return "idle", "The run is over", "", moment.at
@@ -203,7 +203,7 @@ def _of_versions(moment: Moment) -> list[Alarm]:
     if refusals := moment.refusals:
         broken = [one for one in refusals if "snapshot" in one.error.casefold()]
         last = (broken or refusals)[-1]
-        told = f"{len(refusals)} times; {last.worker} at version {last.version}: {last.error}"
+        told = f"{len(refusals)} time{'s' * (len(refusals) > 1)}; {last.worker} at version {last.version}: {last.error}"
         found.append(_alarm("snapshot-broken" if broken else "sync-failed", told, (broken or refusals)[0].at))
     total = sum(moment.stale.values())
     old = sum(count for behind, count in moment.stale.items() if behind > STALE)
