@@ -138,7 +138,7 @@ async def test_numbers_that_are_none_are_named(redis_db: str, path: str) -> None
 
 async def test_jobs_that_run_and_dead_ones_are_listed_and_shown(redis_db: str, letters: list[str], client: Any) -> None:
     async with dashboard(redis_db) as page, worker(redis_db, engine=ScriptedEngine(tokens_per_s=1.0)) as busy:
-        handle = await client.submit(tokens())
+        handle = await client.submit(tokens(sampling={"max_new_tokens": 500}))
         await page.until(lambda it: it["flow"]["running"] and it["failures"])
         rows = (await page.http.get("/rollouts?limit=50")).json()["rows"]
         assert {row["state"] for row in rows} == {"running", "dead"}

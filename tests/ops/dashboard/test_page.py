@@ -117,6 +117,7 @@ def test_lanes_and_figures_lead_to_their_rollouts(serve: Serve, visit: Visit) ->
     page = visit(server.url)
     page.locator("#ribbon").click(position={"x": 400, "y": 30})
     until(lambda: "/rollouts?limit=50&worker=gpu-00-1" in server.requests)
+    page.mouse.move(0, 0)
     page.locator("#ribbon").focus()
     page.keyboard.press("Home")
     page.keyboard.press("Enter")
