@@ -158,6 +158,8 @@ def live_application(
 
     async def rows(limit: int, query: Mapping[str, str]) -> Any:
         outcome = query.get("outcome", "")
+        if outcome == "waiting":
+            return await live.waiting(limit)
         if recent is not None and outcome not in {"running", "dead", "failed"}:
             return await asyncio.to_thread(_rows, recent.history, limit, query)
         before = _number("before", query.get("before", "")) or math.inf
