@@ -98,6 +98,22 @@ async def test_samples_and_batches_are_lists(redis_db: str) -> None:
         assert len(await generated(client, ASKED | {"input_ids": [[5]]})) == 1
 
 
+async def test_a_prompt_is_scored_without_a_token(redis_db: str) -> None:
+    """As miles asks for it, several prompts at once; see also its own client in tests/packages."""
+    async with serving(redis_db) as (client, _):
+        body = {"input_ids": [[1, 2, 3], [4, 5, 6]], "return_logprob": True}
+        params = {"max_new_tokens": 0, "temperature": 0}
+        found = await generated(client, body | {"sampling_params": params})
+        assert len(found) == 2
+        for one in found:
+            assert (one["text"], one["output_ids"]) == ("", [])
+            assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+            assert (one["meta_info"]["completion_tokens"], one["meta_info"]["output_token_logprobs"]) == (0, [])
+        for wrong in (False, -1, "0"):
+            answer = await client.post("/generate", json=body | {"sampling_params": {"max_new_tokens": wrong}})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_new_tokens")
+
+
 async def test_streams_say_all_that_there_is(redis_db: str) -> None:
     async with serving(redis_db, tokens_per_s=50.0) as (client, _):
         text = (await client.post("/generate", json=ASKED | {"stream": True, "return_logprob": True})).text
