@@ -279,7 +279,7 @@ async def test_prime_rls_adapter_of_each_step(redis_db: str, tmp_path: Path, cap
     async with (
         worker(redis_db, engine=ScriptedEngine(lora=True)),
         server(redis_db, weights_from=tmp_path) as here,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{here.port}") as http,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{here.port}", timeout=60) as http,
     ):
         config = configs.ClientConfig(base_url=f"http://127.0.0.1:{here.port}/v1", api_key_var="NONE")
         inference = client.InferencePool(config, "scripted")
