@@ -161,6 +161,7 @@ async def test_the_other_tenants_answers_are_right(redis_db: str, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(1200)
 async def test_the_other_tenant_notices_nothing_in_five_minutes(redis_db: str, tmp_path: Path) -> None:
     """Answers of two seconds: of shorter ones the machine's own pauses are a larger part than what is looked for."""
