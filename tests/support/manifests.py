@@ -117,14 +117,14 @@ class Manifests:
         return [pod for pod in self.pods.values() if _matches(selector, pod.labels)]
 
     def environment(self, pod: Pod) -> dict[str, str]:
-        """What the container sees; a secret's value is decoded."""
+        """What the container sees, but for optional ones; a secret's value is decoded."""
         found: dict[str, str] = {}
         for source in pod.container.get("envFrom", ()):
             found |= self.values("ConfigMap", source["configMapRef"]["name"])
         for variable in pod.container.get("env", ()):
             origin = variable.get("valueFrom", {})
             for field, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
-                if field in origin:
+                if field in origin and not origin[field].get("optional"):
                     found[variable["name"]] = self.values(kind, origin[field]["name"])[origin[field]["key"]]
             if "value" in variable:
                 found[variable["name"]] = variable["value"]
@@ -150,8 +150,9 @@ class Manifests:
                 yield "ConfigMap", source["configMapRef"]["name"], None
             for variable in pod.container.get("env", ()):
                 for field, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
-                    if field in variable.get("valueFrom", {}):
-                        yield kind, variable["valueFrom"][field]["name"], variable["valueFrom"][field]["key"]
+                    chosen = variable.get("valueFrom", {}).get(field, {"optional": True})
+                    if not chosen.get("optional"):
+                        yield kind, chosen["name"], chosen["key"]
 
 
 def _matches(selector: Object, labels: dict[str, str]) -> bool:
