@@ -393,8 +393,8 @@ class Worker:
     def _status(self) -> WorkerStatus:
         assert self._follower is not None
         state, keeper = self._current_state(), self._keeper
-        blocks = self._generation.state.blocks() | self._follower.blocks()
-        return self._report.write(self.worker_id, state, blocks, restarts=keeper.restarts, in_a_row=keeper.in_a_row)
+        blocks, starts = self._generation.state.blocks() | self._follower.blocks(), (keeper.restarts, keeper.in_a_row)
+        return self._report.write(self.worker_id, state, blocks, self._follower.warning, starts)
 
     def _current_state(self) -> WorkerState:
         return self._generation.state.named(draining=self._draining.is_set())

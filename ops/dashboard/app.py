@@ -15,18 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from redis.exceptions import RedisError
 from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as Http
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...messages.errors import ConfigError, RolloutMQError
+from ...messages.errors import ConfigError
 from ...messages.redis import PoolRedis
-from ..http import HttpLimits, Refused, refusal
+from ..http import HttpLimits, Refused, error_handlers
 from ..journal import TextOf
 from .history import History
 from .hub import MOST_VIEWERS, as_json
@@ -158,6 +156,8 @@ def live_application(
 
     async def rows(limit: int, query: Mapping[str, str]) -> Any:
         outcome = query.get("outcome", "")
+        if outcome == "waiting":
+            return await live.waiting(limit)
         if recent is not None and outcome not in {"running", "dead", "failed"}:
             return await asyncio.to_thread(_rows, recent.history, limit, query)
         before = _number("before", query.get("before", "")) or math.inf
@@ -227,20 +227,9 @@ def _application(
 
     ours = {"/": file, "/page/{name}": file, "/health": health, "/state": state, "/rollouts": rows}
     routes = [Route(path, it) for path, it in (ours | {"/rollout/{job_id}": rollout}).items()]
-    kinds = (RolloutMQError, RedisError, OSError, TimeoutError, HTTPException)
-    handlers: dict[Any, Any] = {**dict.fromkeys(kinds, _answered), Exception: refusal}
     shield = Middleware(Shield, hosts=LOOPBACK if host in LOOPBACK else None)
+    handlers = error_handlers()
     return Starlette(routes=[*routes, *more], middleware=[shield], lifespan=lifespan, exception_handlers=handlers)
-
-
-async def _answered(_: Http, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        error = Refused(error.status_code, "no_such_route", str(error.detail), headers=error.headers)
-    elif isinstance(error, RedisError | OSError | TimeoutError):
-        error = Refused(503, "service_unavailable", "The pool's Redis does not answer.", retry_after_s=1)
-    elif not isinstance(error, Refused):
-        error = Refused(400, "invalid_request", str(error))
-    return error.response
 
 
 def _page_file(http: Http, name: str) -> Response:

@@ -86,6 +86,11 @@ EMPTY_ROW: dict[str, Any] = {
 """A row of the list of rollouts, without what is known of it."""
 
 
+def waiting_row(job_id: str, at: float, told: str, client: str = "") -> dict[str, Any]:
+    """A job in the list of rollouts that waits. told: for what."""
+    return EMPTY_ROW | {"job_id": job_id, "at": at, "state": "waiting", "why": printable(told), "client": client}
+
+
 def row_of(one: Failed) -> dict[str, Any]:
     """A failed job in the list of rollouts."""
     return EMPTY_ROW | {"job_id": one.job_id, "at": one.at, "state": "dead", "why": printable(one.text)}

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..journal import plain
 from .history import History
-from .rollouts import Rollouts, row_of
+from .rollouts import Rollouts, row_of, rows_of
 
 PAGE = Path(__file__).with_name("page")
 FRAMES, WORKERS = 200, 100_000
@@ -34,7 +34,7 @@ def page_of(history: History, rollouts: Rollouts) -> dict[str, Any]:
     return {
         "frames": [_less(history.state(at, brief=True)) for at in times],
         "state": history.state(),
-        "rows": shown,
+        "rows": [*shown, *rows_of(history, SAMPLES, outcome="waiting")["rows"]],
         "left_out": told - len(shown),
         "rollouts": rollouts.many([(one["job_id"], one["sample"]) for one in shown]),
     }

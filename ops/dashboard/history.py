@@ -15,6 +15,7 @@ from ...messages.errors import ConfigError
 from ...messages.journal import read
 from ...messages.model import PRIORITIES
 from ...messages.remote import without_secrets
+from ...producer.diagnosis import Reason
 from ..journal import FATES, Run
 from .causes import Group, grouped
 from .tracks import refusals_of, tracks_of
@@ -102,17 +103,22 @@ class History:
         return frame | {"lanes": lanes, "series": self.series}
 
     def _frame(self, t: float, *, over: bool) -> dict[str, Any]:
-        since = self.began if over else t - WINDOW_S
         flow, failures, versions = self._flow(t), self.failures(t), self._by_version(t)
-        stale = self.staleness(since, t)
+        stale, unclaimed = self.staleness(self.began if over else t - WINDOW_S, t), self.unclaimed(t)
 
         def within(events: Sequence[Any]) -> list[Any]:
-            return [one for one in events if since <= one[0] <= t]
+            found = [one for one in events if one[0] <= t]
+            since = t
+            for one in reversed(found if not over else ()):
+                since = one[0] if one[0] >= since - WINDOW_S else since
+            return found if over else [one for one in found if since <= one[0]]
 
+        scale, scale_since = self._scale(t, flow)
         moment = Moment(
-            at=t, over=over, running=flow["running"], scale=self._scale(t, flow),
+            at=t, over=over, running=flow["running"], scale=scale, scale_since=scale_since,
+            reasons=self._stopped(t, waits=bool(unclaimed) or scale[0] in {"starting", "unclaimed"}, over=over),
             deaths=within(self.deaths), refusals=within(self.refusals), restarts=within(self.restarts),
-            failures=failures, stale=stale, rewards=self.rewards(t), unclaimed=self.unclaimed(t),
+            failures=failures, stale=stale, rewards=self.rewards(t), unclaimed=unclaimed,
             lost_entries=self.recording.lost,
         )  # fmt: skip
         alarms = alarms_of(moment)
@@ -127,19 +133,48 @@ class History:
             "alarms": [one.as_data() for one in alarms],
         }  # fmt: skip
 
-    def _scale(self, t: float, flow: dict[str, Any]) -> tuple[str, str]:
-        """As the scaling policy names it, from what a journal has."""
-        serving = [name for name, track in self.tracks.items() if track.at(t)[0] == "serving"]
-        slots = sum(self.recording.workers[name].slots for name in serving)
-        waits, runs = flow["queued"], flow["running"]
-        told = f"{waits} jobs wait and {runs} run on {len(serving)} workers"
-        if not waits and not runs:
-            return "idle", told
-        if waits and not serving:
-            return "starting", told
-        if waits and runs:
-            return "starved", told
-        return ("unclaimed" if waits and slots else "balanced"), told
+    def _scale(self, t: float, flow: dict[str, Any]) -> tuple[tuple[str, str], float]:
+        """As the scaling policy names it, from what a journal has; and since when."""
+        times, states = self._scaled
+        place = max(0, int(np.searchsorted(times, t, "right")) - 1)
+        serving = sum(track.at(t)[0] == "serving" for track in self.tracks.values())
+        told = f"{flow['queued']} jobs wait and {flow['running']} run on {serving} workers"
+        return (str(states[place]), told), float(times[place])
+
+    @cached_property
+    def _scaled(self) -> tuple[Float, npt.NDArray[np.str_]]:
+        """When that changed, and to what."""
+        spans = [it[:2] for track in self.tracks.values() for it in track.spans if it[3] == "serving"]
+        begin, end = np.array(spans, np.float64).reshape(-1, 2).T  # None becomes NaN
+        of_jobs = [self.jobs[name] for name in ("at", "claimed", "end")]
+        at = np.unique(np.concatenate([[self.began], *of_jobs, begin, end]))
+        waits, runs = self._counts(at := at[~np.isnan(at)])
+        nobody = _until(begin, at) == _until(end, at)
+        of = [(waits == 0) & (runs == 0), (waits > 0) & nobody, (waits > 0) & (runs > 0), (waits > 0) & self.own]
+        states = np.select(of, ["idle", "starting", "starved", "unclaimed"], "balanced")
+        changed = np.append(True, states[1:] != states[:-1])
+        return at[changed], states[changed]
+
+    def _counts(self, at: Float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Jobs that waited and that ran at these times."""
+        jobs, began = self.jobs, np.fmin(self.jobs["claimed"], self.jobs["end"])
+        waited = _until(jobs["at"], at) - _until(np.where(np.isnan(jobs["at"]), np.nan, began), at)
+        return np.maximum(0, waited), np.maximum(0, _until(began, at) - _until(jobs["end"], at))
+
+    def _stopped(self, t: float, *, waits: bool, over: bool) -> list[Reason]:
+        """Workers that were paused or asleep while jobs waited that nobody took; if it is over, also those that were
+        left paused."""
+        spans = {name: it.span(t) for name, it in self.tracks.items() if it.died is None or it.died.at > t}
+        here = {name: it for name, it in spans.items() if it is not None and (over or it[1] is None or t < it[1])}
+        paused = {name: it for name, it in here.items() if it[3] == "paused"}
+        found = paused or {name: it for name, it in here.items() if it[3] == "sleeping" and waits}
+        if not found or not (over or waits):
+            return []
+        who = f"{', '.join([*found][:3])}{' …' * (len(found) > 3)}"
+        what = f"{'were left' if over else 'are'} {'paused' if paused else 'asleep'}"
+        told = f"{len(found)} of {len(here)} workers {what} ({who})"
+        do = f"`rolloutmq control {'resume' if paused else 'wake'}`."
+        return [Reason("paused" if paused else "asleep", told, do, min(it[0] for it in found.values()), stops=waits)]
 
     def _workers(self, t: float) -> dict[str, Any]:
         here = self._have & (self.samples["at"] <= t) & (self.samples["at"] > t - RATE_S)
@@ -167,9 +202,7 @@ class History:
 
     def _flow(self, t: float) -> dict[str, Any]:
         jobs, samples = self.jobs, self.samples
-        accepted, over = jobs["at"] <= t, jobs["end"] <= t
-        claimed = jobs["claimed"] <= t
-        waits = accepted & ~claimed & ~over
+        over, claimed, waits = jobs["end"] <= t, jobs["claimed"] <= t, self.waiting(t)
         ages = {
             name: _ages(t - jobs["at"][waits & (jobs["priority"] == place)]) for place, name in enumerate(PRIORITIES)
         }
@@ -181,6 +214,10 @@ class History:
             "consumed": int((samples["consumed"] <= t).sum()) if self.recording.counts["consumed"] else None,
             "tokens_per_s": round(float(samples["tokens"][recent].sum()) / seconds, 1), "trainer_waits": self._waits(t),
         }  # fmt: skip
+
+    def waiting(self, t: float) -> npt.NDArray[np.bool_]:
+        """(jobs,) which had been accepted by then, and nobody had claimed."""
+        return (self.jobs["at"] <= t) & ~(self.jobs["claimed"] <= t) & ~(self.jobs["end"] <= t)
 
     def _waits(self, t: float) -> float | None:
         """The part of the last 15 minutes in which the trainer waited for samples; None if it does not say."""
@@ -215,8 +252,11 @@ class History:
         )
         reward, version = self.samples["reward"][here], self.samples["newest"][here]
         numbers, place = np.unique(version, return_inverse=True)
-        sums = [np.bincount(place, weights, len(numbers)) for weights in (None, reward, reward**2)]
-        return {int(v): Rewards(int(n), float(s), float(q)) for v, n, s, q in zip(numbers, *sums, strict=True)}
+        sums = [np.bincount(place, it, len(numbers)) for it in (None, reward, reward**2)]
+        first = np.full(len(numbers), t)
+        np.minimum.at(first, place, self.samples["at"][here])
+        told = zip(numbers, *sums, first, strict=True)
+        return {int(v): Rewards(int(n), float(s), float(q), float(since)) for v, n, s, q, since in told}
 
     def failures(self, t: float = math.inf) -> list[Group]:
         """Jobs that failed, by cause."""
@@ -240,20 +280,14 @@ class History:
     def series(self) -> dict[str, list[float | None]]:
         """The contract's series: at most POINTS points from begin to end."""
         at = np.linspace(self.began, self.ended, POINTS if self.ended > self.began else 1)
-        jobs, samples = self.jobs, self.samples
-
-        def until(times: Float) -> npt.NDArray[np.int64]:
-            return np.searchsorted(np.sort(times[~np.isnan(times)]), at, "right")
-
-        begun = np.where(np.isnan(jobs["at"]), np.nan, np.fmin(jobs["claimed"], jobs["end"]))
+        samples, done = self.samples, np.where(self.jobs["ok"] == 1, self.jobs["end"], np.nan)
+        waits, runs = self._counts(at)
         tokens = np.histogram(samples["at"][self._have], [*at, at[-1] + 1e-3], weights=samples["tokens"][self._have])[0]
         width = max(1e-9, float(at[1] - at[0])) if len(at) > 1 else 1.0
-        ran = np.fmin(jobs["claimed"], jobs["end"])
-        consumed = until(samples["consumed"]).tolist() if self.recording.counts["consumed"] else [None] * len(at)
+        consumed = _until(samples["consumed"], at).tolist() if self.recording.counts["consumed"] else [None] * len(at)
         return {
-            "at": at.tolist(), "queued": (until(jobs["at"]) - until(begun)).tolist(),
-            "running": np.maximum(0, until(ran) - until(np.where(np.isnan(ran), np.nan, jobs["end"]))).tolist(),
-            "done": until(np.where(jobs["ok"] == 1, jobs["end"], np.nan)).tolist(), "consumed": consumed,
+            "at": at.tolist(), "queued": waits.tolist(), "running": runs.tolist(), "done": _until(done, at).tolist(),
+            "consumed": consumed,
             "tokens_per_s": np.round(tokens / width, 1).tolist(), "serving": self._serving(at).tolist(),
             "age_p95": self._age_series(at),
         }  # fmt: skip
@@ -281,6 +315,11 @@ class History:
         """What became of a sample at the trainer, and why it was dropped."""
         name = FATES[int(self.samples["fate"][row])] or None
         return name, self.recording.names.texts[int(self.samples["why"][row])]
+
+
+def _until(times: Float, at: Float) -> npt.NDArray[np.int64]:
+    """How many of these times are no later, for each of `at`."""
+    return np.searchsorted(np.sort(times[~np.isnan(times)]), at, "right")
 
 
 def _ages(ages: Float) -> dict[str, Any]:

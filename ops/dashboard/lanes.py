@@ -39,6 +39,7 @@ class Lane:
     tokens: tuple[int, float] = (0, 0.0)  # generated, and when that last grew
     restarts: int = 0
     stalled: bool = False
+    warned: Refusal | None = None  # it serves, and says what is wrong all the same
 
     def as_data(self) -> dict[str, Any]:
         """For the page."""
@@ -48,14 +49,14 @@ class Lane:
 class Ribbon:
     """The lanes, as readings change them. What is older than the window is forgotten.
 
-    Of the last 15 minutes. deaths, refusals: of workers. restarts, stalls: (time, worker). publishes: (time, version,
-    state, text).
+    Of the last 15 minutes. deaths: of workers. restarts, stalls: (time, worker). publishes: (time, version, state,
+    text).
     """
 
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
         self.deaths: list[Died] = []
-        self.refusals: list[Refusal] = []
+        self._refusals: list[Refusal] = []
         self.restarts: list[tuple[float, str]] = []
         self.stalls: list[tuple[float, str]] = []
         self.publishes: list[Tick] = []
@@ -64,6 +65,11 @@ class Ribbon:
         self._lease_ends: Mapping[str, float] = {}
         self._spans: dict[str, list[Span]] = {}
         self._ticks: dict[str, list[Tick]] = {}
+
+    @property
+    def refusals(self) -> list[Refusal]:
+        """Versions that workers did not take in the last 15 minutes, and snapshots that they warn of now."""
+        return sorted([*self._refusals, *(it.warned for it in self.lanes.values() if it.warned is not None)])
 
     def take(self, pool: PoolReading, ended: tuple[Epoch, ...]) -> dict[str, Any]:
         """Take in a reading, and the transfers that have ended. Returns what changed, for a tick."""
@@ -101,6 +107,11 @@ class Ribbon:
             self.restarts.append((at, name))
             self._tick(name, [at, "fault", status.version, f"its engine was started again; {status.why}"])
         lane.restarts = status.engine_restarts
+        if status.blocks or not status.why:
+            lane.warned = None
+        elif lane.warned is None:
+            lane.warned = Refusal(at, name, status.version, printable(status.why))
+            self._tick(name, [at, "fault", status.version, status.why])
         if status.generated_tokens != lane.tokens[0] or not status.running or status.tokens_per_s:
             lane.tokens, lane.stalled = (status.generated_tokens, at), False
         elif not lane.stalled and at - lane.tokens[1] >= STALL_S:
@@ -141,7 +152,7 @@ class Ribbon:
         text = f"{what}{len(epoch.served)} workers have it{', failed on ' + failures if failures else ''}"
         self.publishes.append([pool.at, told.version, state, printable(text[:TEXT])])
         for worker, why in epoch.failures.items():
-            self.refusals.append(Refusal(pool.at, worker, told.version, printable(why[:TEXT])))
+            self._refusals.append(Refusal(pool.at, worker, told.version, printable(why[:TEXT])))
             if worker in self.lanes:
                 self._tick(worker, [pool.at, "fault", told.version, f"did not take version {told.version}: {why}"])
 
@@ -170,7 +181,7 @@ class Ribbon:
                 gone.append(name)
         for name in gone:
             del self.lanes[name]
-        for events in (self.deaths, self.refusals, self.restarts, self.stalls, self.publishes):
+        for events in (self.deaths, self._refusals, self.restarts, self.stalls, self.publishes):
             while events and events[0][0] < before:
                 events.pop(0)
         return gone

@@ -18,13 +18,13 @@ from ...messages.errors import RolloutMQError
 from ...messages.ids import age_s, is_id
 from ...messages.model import PRIORITIES, STALENESS_BOUNDS
 from ...messages.redis import PoolRedis, text, whole
-from ...producer.diagnosis import reasons
-from ..journal import live_of, plain
+from ...producer.diagnosis import Cause, reasons
+from ..journal import live_of, plain, waiting_of
 from ..metrics import PoolWatch, Reading
 from ..scale import Decision, PoolView, ScaleSettings, decide
 from ..scale import History as ScaleHistory
 from ..terminal import printable
-from .causes import EMPTY_ROW, row_of
+from .causes import EMPTY_ROW, row_of, waiting_row
 from .hub import Hub, as_json, merge_patch
 from .lanes import Ribbon, workers_of
 from .letters import Letters, Requeued
@@ -41,6 +41,10 @@ LATE_S = 3.0
 POINTS = 900
 SERIES = ("at", "queued", "running", "done", "consumed", "tokens_per_s", "serving", "age_p95")
 DRAWN = 32
+OF_ONE_JOB: frozenset[Cause] = frozenset(
+    {"task", "needs", "context", "adapter", "version-ahead", "exact-version", "staleness", "suspect", "preferred"}
+)
+"""What keeps jobs that ask for it. Other causes keep all that are in the queues."""
 ROW_FIELDS = ("state", "client", "accepted", "owner", "attempt", "samples", "published")
 
 
@@ -229,6 +233,22 @@ class LivePool:
         if outcome in {"", "running"}:
             found += [row for row in await self._running(limit, worker) if row["at"] < before]
         return sorted(found, key=lambda row: -row["at"])[:limit]
+
+    async def waiting(self, limit: int) -> dict[str, Any]:
+        """Jobs that wait, the oldest first, each with what for. Raises RedisError."""
+        if self._looked is None:
+            return {"rows": []}
+        pool = self._looked[0].pool
+        found = (f": {it.found}" for it in reasons(pool) if it.stops and it.cause not in OF_ONE_JOB)
+        turn, waits = f"for its turn{next(found, '')}", await waiting_of(self._broker, limit)
+        ages = {job_id: age_s(job_id, pool.at) for job_id in waits}
+        rows = [
+            waiting_row(job_id, pool.at - age, f"for {waits[job_id]}" if waits[job_id] else turn)
+            for job_id, age in sorted(ages.items(), key=lambda it: -(it[1] or 0.0))
+            if age is not None
+        ][:limit]
+        left = max(0, sum(pool.load.queued) + pool.load.suspects - len(rows))
+        return {"rows": rows, "next": None, "left": left}
 
     async def _running(self, limit: int, worker: str) -> list[dict[str, Any]]:
         names = [worker] if worker else list(islice(self._frame.get("workers", {}), limit))

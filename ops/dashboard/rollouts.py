@@ -15,6 +15,7 @@ from ...messages.model import RolloutResult
 from ..journal import Life, TextOf, as_line, life_of, plain
 from ..terminal import printable
 from .causes import row_of as failed_row
+from .causes import waiting_row
 from .history import History
 
 Place = tuple[str, int]
@@ -35,9 +36,11 @@ def rows_of(
 ) -> dict[str, Any]:
     """Samples, newest first, and where the next page begins. before: what an answer before has as `next`, or a time.
 
-    worker: a part of its name. outcome: trained, dropped, a finish reason, or failed for jobs that failed; "" for all
-    samples.
+    worker: a part of its name. outcome: trained, dropped, a finish reason, failed for jobs that failed, or waiting for
+    those that waited at `before`, the oldest first; "" for all samples.
     """
+    if outcome == "waiting":
+        return _waiting_rows(history, limit, _place(before)[0])
     if outcome in {"failed", "dead"}:
         return _failed_rows(history, limit, _place(before)[0])
     of = history.samples
@@ -65,6 +68,18 @@ def _place(before: str) -> tuple[float, int]:
         return float(at), int(place or 0)
     except ValueError:
         return math.inf, 0
+
+
+def _waiting_rows(history: History, limit: int, t: float) -> dict[str, Any]:
+    jobs, texts = history.jobs, history.recording.names.texts
+    found = np.flatnonzero(history.waiting(t))
+    rows = []
+    for row in found[np.argsort(jobs["at"][found], kind="stable")][:limit].tolist():
+        at, later, asks = float(jobs["at"][row]), float(jobs["claimed"][row]), texts[jobs["asks"][row]]
+        told = f"for a worker that has {asks}" if asks else "for any worker"
+        told += ", never claimed" if math.isnan(later) else f", {later - at:.1f} s until it was claimed"
+        rows.append(waiting_row(history.job_names[row], at, told, texts[jobs["client"][row]]))
+    return {"rows": rows, "next": None, "left": len(found) - len(rows)}
 
 
 def _failed_rows(history: History, limit: int, at: float) -> dict[str, Any]:

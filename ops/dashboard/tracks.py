@@ -31,11 +31,13 @@ class Track:
 
     def at(self, t: float) -> tuple[str, int | None]:
         """State and version at a time."""
-        found: tuple[str, int | None] = ("gone" if self.spans and t >= self.spans[0][0] else "", None)
-        for begin, end, version, state in self.spans:
-            if begin <= t and (end is None or t < end):
-                found = (state, version)
-        return found
+        if (span := self.span(t)) is None:
+            return "", None
+        return ("gone", None) if span[1] is not None and t >= span[1] else (span[3], span[2])
+
+    def span(self, t: float) -> Span | None:
+        """The last one that had begun by then."""
+        return next((one for one in reversed(self.spans) if one[0] <= t), None)
 
 
 def tracks_of(recording: Run, attempts: Frame, samples: Frame) -> dict[str, Track]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -22,6 +23,10 @@ NEAR = 0.9
 BROKEN: frozenset[Cause] = frozenset(
     {"redis-away", "shard-away", "redis-memory", "weights-lost", "restart-loop", "engine-down", "unclaimed"}
 )
+AGAIN = 3
+"""So many deaths, some of them on one host, are no accident."""
+WANTING: frozenset[State] = frozenset({"starved", "saturated", "standing"})
+"""States that ask for workers. While those that there are keep dying, that comes first."""
 _PACE = "Let the trainer publish more often, or bear more staleness (Staleness(eta=…)); remove idle workers."
 _OF_SCALE: Mapping[str, tuple[State, str, str]] = {
     "idle": ("idle", "Nothing waits and nothing runs", ""),
@@ -55,11 +60,12 @@ class Refusal(NamedTuple):
 
 
 class Rewards(NamedTuple):
-    """Of one version: number of samples with a reward, their sum and sum of squares."""
+    """Of one version: number of samples with a reward, their sum and sum of squares, and when the first one came."""
 
     n: int
     total: float
     squares: float
+    since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,9 @@ class Moment:
     """A pool at one moment, live or as a journal tells it. Times are Unix seconds.
 
     at: now. over: the run is at its end, of a journal. silent_s, trouble: since when Redis is silent, and why.
-    reasons: of the diagnosis. scale: state and sentence of the scaling policy. syncing: the version under way, None for
-    none. deaths, refusals, restarts, stalls: those of the last 15 minutes; of a journal that is over all of them.
+    reasons: of the diagnosis. scale: state and sentence of the scaling policy; scale_since: since when, None if
+    nobody knows. syncing: the version under way, None for none. deaths, refusals, restarts, stalls: of the last 15
+    minutes, and of a journal those before them without such a gap between; all of them if it is over.
     stale: samples by how many versions they were behind. rewards: by version. full: kind of bytes -> share of its
     limit. unclaimed: jobs that nobody ever claimed, and what they ask for. lost_entries: of the journal.
     """
@@ -79,6 +86,7 @@ class Moment:
     trouble: str = ""
     reasons: Sequence[Reason] = ()
     scale: tuple[str, str] | None = None
+    scale_since: float | None = None
     running: int = 0
     syncing: int | None = None
     deaths: Sequence[Died] = ()
@@ -107,6 +115,7 @@ def verdict_of(moment: Moment, alarms: Sequence[Alarm], before: Mapping[str, Any
     errors = [alarm for alarm in alarms if alarm.severity == "error"]
     if moment.over and errors:
         state, title = "broken", f"The run is over, with {len(errors)} error{'s' * (len(errors) > 1)}"
+        since = min((alarm.since for alarm in errors if alarm.since is not None), default=since)
     why = [moment.scale[1]] if moment.scale is not None and moment.scale[1] else []
     why += [f"{alarm.title}: {alarm.evidence}" for alarm in alarms if alarm.severity != "note"][:4]
     if since is None:
@@ -129,13 +138,30 @@ def _state(moment: Moment) -> tuple[State, str, str, float | None]:
     hard = next((one for one in moment.reasons if one.cause in BROKEN), None)
     if hard is not None:
         return "broken", _sentence(hard.found), hard.do, hard.since
-    if stops and not moment.running:
-        return "standing", _sentence(stops[0].found), stops[0].do, stops[0].since
-    if moment.over:
+    found: tuple[State, str, str, float | None]
+    if stops and not moment.running and not moment.over:
+        found = "standing", _sentence(stops[0].found), stops[0].do, stops[0].since
+    elif moment.over:
         return "idle", "The run is over", "", moment.at
-    if moment.syncing is not None:
-        return "syncing", f"Version {moment.syncing} is on its way to the workers", "Wait.", None
-    return *_OF_SCALE.get(moment.scale[0] if moment.scale else "", ("healthy", "Samples are made", "")), None
+    elif moment.syncing is not None:
+        found = "syncing", f"Version {moment.syncing} is on its way to the workers", "Wait.", None
+    else:
+        known = _OF_SCALE.get(moment.scale[0] if moment.scale else "", ("healthy", "Samples are made", ""))
+        found = *known, moment.scale_since
+    if found[0] in WANTING and _again(moment.deaths) and not (stops and stops[0].cause != "no-worker"):
+        told = f"Workers die again and again: {_who_died(moment.deaths)}"
+        return "broken", told, KINDS["workers-die"].text, moment.deaths[0].at
+    return found
+
+
+def _again(deaths: Sequence[Died]) -> bool:
+    return len(deaths) >= AGAIN and len({one.host for one in deaths}) < len(deaths)
+
+
+def _who_died(deaths: Sequence[Died]) -> str:
+    hosts, last = Counter(one.host or "an unknown host" for one in deaths).most_common(), deaths[-1]
+    told = ", ".join(f"{count} on {host}" for host, count in hosts[:3]) + " …" * (len(hosts) > 3)
+    return f"{told}; the last was {last.worker}{', ' * bool(last.why)}{last.why}"
 
 
 def _sentence(text: str) -> str:
@@ -157,16 +183,11 @@ def _of_reasons(moment: Moment) -> list[Alarm]:
 def _of_workers(moment: Moment) -> list[Alarm]:
     found = []
     if deaths := moment.deaths:
-        hosts = sorted({one.host or "an unknown host" for one in deaths})
         lived = [one.lived_s for one in deaths if one.lived_s is not None]
-        told = (
-            f"{len(deaths)} on {', '.join(hosts[:3])}{' …' if len(hosts) > 3 else ''}; the last was {deaths[-1].worker}"
-        )
-        told += f", {deaths[-1].why}" if deaths[-1].why else ""
-        told += f"; they were there for {min(lived):.1f} to {max(lived):.1f} s" if lived else ""
-        again = len(deaths) >= 3 and len(hosts) < len(deaths)
-        title = "Workers die again and again" if again else "Workers died"
-        found.append(_alarm("workers-die", told, deaths[0].at, title, severity="error" if again else None))
+        told = _who_died(deaths) + (f"; they were there for {min(lived):.1f} to {max(lived):.1f} s" if lived else "")
+        again = _again(deaths)
+        title = "Workers die again and again" * again
+        found.append(_alarm("workers-die", told, deaths[0].at, title, "error" if again else None))
     if moment.restarts:
         who = sorted({worker for _, worker in moment.restarts})
         told = f"{len(moment.restarts)} times, of {', '.join(who[:3])}"
@@ -180,10 +201,10 @@ def _of_workers(moment: Moment) -> list[Alarm]:
 def _of_versions(moment: Moment) -> list[Alarm]:
     found = []
     if refusals := moment.refusals:
-        last = refusals[-1]
-        told = f"{len(refusals)} times; {last.worker} did not take version {last.version}: {last.error}"
-        broken = "snapshot" in last.error.casefold()
-        found.append(_alarm("snapshot-broken" if broken else "sync-failed", told, refusals[0].at))
+        broken = [one for one in refusals if "snapshot" in one.error.casefold()]
+        last = (broken or refusals)[-1]
+        told = f"{len(refusals)} time{'s' * (len(refusals) > 1)}; {last.worker} at version {last.version}: {last.error}"
+        found.append(_alarm("snapshot-broken" if broken else "sync-failed", told, (broken or refusals)[0].at))
     total = sum(moment.stale.values())
     old = sum(count for behind, count in moment.stale.items() if behind > STALE)
     if total and old >= STALE_SHARE * total:
@@ -192,7 +213,7 @@ def _of_versions(moment: Moment) -> list[Alarm]:
         version, before, after = fell
         title = "The reward changed its sign" if before > 0 > after else "The reward fell"
         told = f"mean {before:.3g} up to version {version - 1}, {after:.3g} from version {version} on"
-        found.append(_alarm("reward-fell", told, None, title))
+        found.append(_alarm("reward-fell", told, moment.rewards[version].since, title))
     return found
 
 
@@ -252,7 +273,7 @@ def reward_fell(rewards: Mapping[int, Rewards]) -> tuple[int, float, float] | No
 
 
 def _sum(rewards: Mapping[int, Rewards], versions: Sequence[int]) -> Rewards:
-    n, total, squares = (sum(rewards[it][at] for it in versions) for at in range(3))
+    n, total, squares = (sum(rewards[it][at] or 0 for it in versions) for at in range(3))
     return Rewards(int(n), total, squares)
 
 

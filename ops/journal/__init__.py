@@ -2,7 +2,7 @@
 
 from .life import SHOWN_SAMPLES, Life, life_of
 from .lines import as_data, as_line, clock, plain
-from .live import Live, live_of
+from .live import Live, live_of, waiting_of
 from .recorded import Recorded, Span, Where, recorded
 from .run import FATES, Failed, Run, WorkerLife
 from .table import TABLES, Table, as_reader, export
@@ -34,4 +34,5 @@ __all__ = [
     "plain",
     "recorded",
     "texts_of",
+    "waiting_of",
 ]

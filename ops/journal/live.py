@@ -168,16 +168,40 @@ async def _find_place(broker: Broker, live: Live, priority: int, turn: int) -> N
     if live.ahead is not None:
         return
     if (score := await redis.zscore(keys.later[priority], later_member(turn, live.job_id))) is not None:
-        if (needs := await needed(redis, keys, score)) is not None:
-            names, context = needs
-            live.waits = f"a worker whose engine has {', '.join(names) or '?'}, and {context:,} tokens of context"
-        else:
-            live.waits = "the worker that it prefers" if score < 0 else f"weights version {int(score % ADAPTERS_FROM)}"
-            if score <= -ADAPTERS_FROM:
-                live.waits = f"a worker that has exactly weights version {int(-score) - ADAPTERS_FROM}"
-            live.waits += " of its adapter" if score >= ADAPTERS_FROM else ""
+        live.waits = await _what_comes(broker, score)
     elif (place := await redis.lpos(keys.suspects, live.job_id)) is not None:
         live.waits = f"its last chance alone on a worker, behind {place} others: workers died that had it"
+
+
+async def _what_comes(broker: Broker, score: float) -> str:
+    """What a job waits for that is in `later` at this score."""
+    if (needs := await needed(broker.redis, broker.keys, score)) is not None:
+        names, context = needs
+        return f"a worker whose engine has {', '.join(names) or '?'}, and {context:,} tokens of context"
+    if score <= -ADAPTERS_FROM:
+        return f"a worker that has exactly weights version {int(-score) - ADAPTERS_FROM}"
+    told = "the worker that it prefers" if score < 0 else f"weights version {int(score % ADAPTERS_FROM)}"
+    return f"{told} of its adapter" if score >= ADAPTERS_FROM else told
+
+
+async def waiting_of(broker: Broker, limit: int) -> dict[str, str]:
+    """Jobs that wait, by id, and for what besides their turn; "" for nothing. The first `limit` of each queue, of what
+    is put aside, and of last chances. Raises RedisError."""
+    found: dict[str, str] = {}
+    for part in broker.parts:
+        redis: Any = part.redis
+        async with redis.pipeline(transaction=False) as pipe:
+            for place in (*part.keys.queues, *part.keys.later):
+                pipe.zrange(place, 0, limit - 1, withscores=True)
+            pipe.lrange(part.keys.suspects, 0, limit - 1)
+            *places, suspects = [it if isinstance(it, list) else [] for it in await pipe.execute(raise_on_error=False)]
+        count = len(part.keys.queues)
+        later = [(text(member).rpartition(":")[2], score) for one in places[count:] for member, score in one]
+        told = {score: await _what_comes(part, score) for score in {score for _, score in later}}
+        found |= {text(member): "" for one in places[:count] for member, _ in one}
+        found |= {job: told[score] for job, score in later}
+        found |= {text(one): "its last chance alone on a worker: workers died that had it" for one in suspects}
+    return found
 
 
 async def _letter(broker: Broker, job_id: str) -> dict[str, Any]:

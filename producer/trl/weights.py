@@ -106,8 +106,8 @@ class PoolWeightTransfer:
         publisher = self._open()
         self._look_at_last()
         if version is not None:
-            after: Future[None] = Future()
-            after.set_result(None)  # all that the version before had to sample is here
+            after: Future[bool] = Future()
+            after.set_result(True)  # all that the version before had to sample is here
             handle = publisher.publish(version, iterator, after=after)
         elif self.adapter is None:
             version = max(publisher.last_version, self.above) + 1
@@ -121,6 +121,11 @@ class PoolWeightTransfer:
         if not self.first_version:
             self.first_version = version
             handle.committed(COMMIT_S)
+
+    def arrive(self) -> None:
+        """Wait until the newest version is served, or is known to have failed. Raises WaitTimeout."""
+        if self._last is not None:
+            self._last.wait(COMMIT_S)
 
     def destroy(self) -> None:
         """Finish what was sent and disconnect. `init_weight_transfer` connects again."""

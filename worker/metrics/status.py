@@ -33,6 +33,12 @@ class Pace:
         return (total - before) / max(1.0, now - since)
 
 
+def slurm_job() -> dict[str, str]:
+    """Which job of Slurm this process is in, and how often that was started again."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return {"slurm_job": f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"[:64]} if job else {}
+
+
 class StatusReport:
     """Writes the status of one worker. refused_publishes: samples that Redis refused, because another has the job."""
 
@@ -46,9 +52,10 @@ class StatusReport:
         self._state, self._since = "", 0.0
 
     def write(
-        self, worker_id: str, state: WorkerState, blocks: Mapping[str, str], *, restarts: int, in_a_row: int
+        self, worker_id: str, state: WorkerState, blocks: Mapping[str, str], warning: str, restarts: tuple[int, int]
     ) -> WorkerStatus:
-        """The status of this moment. blocks: what keeps it from serving, see `EngineState.blocks`."""
+        """The status of this moment. blocks: what keeps it from serving, see `EngineState.blocks`. warning: what does
+        not, and somebody should know; "" for nothing. restarts: of its engine, in all and in a row."""
         info, generation = self._engine.info, self._vitals.generation
         if state != self._state:
             self._state, self._since = state, time.time()
@@ -76,16 +83,17 @@ class StatusReport:
             finished_samples=generation.finished,
             refused_publishes=self.refused_publishes,
             unfinished_tokens=self._unfinished_tokens(),
-            engine_restarts=restarts,
-            restarts_in_a_row=in_a_row,
+            engine_restarts=restarts[0],
+            restarts_in_a_row=restarts[1],
             staleness=tuple(self._vitals.samples.counts),
             update_share=round(min(1.0, self._cost.per_s(generation.updates.lost_s)), 3),
             started_at=self._started_at,
             startup=self._vitals.startup.seconds.copy(),
             state_since=self._since,
             **({} if self.hold_version is None else {"hold_version": self.hold_version}),
+            **slurm_job(),
             blocks=tuple(blocks),
-            why="; ".join(dict.fromkeys(blocks.values()))[:512],
+            why="; ".join(dict.fromkeys(filter(None, [*blocks.values(), warning])))[:512],
         )
 
     def _generated_so_far(self) -> float:

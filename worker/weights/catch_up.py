@@ -43,6 +43,11 @@ class CatchUp:
         """Which version is missing here, and why it has not come, as the last attempt found it; "" if none is."""
 
     @property
+    def refused(self) -> tuple[int, str]:
+        """As `Snapshots.refused`."""
+        return (0, "") if self._snapshots is None else self._snapshots.refused
+
+    @property
     def under_way(self) -> bool:
         """Whether a version is on its way."""
         return self._under_way is not None

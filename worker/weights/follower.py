@@ -103,6 +103,12 @@ class WeightFollower:
             return {}
         return {"unavailable" if trouble else "version": behind + (f": {trouble}" if trouble else "") or "it looks"}
 
+    @property
+    def warning(self) -> str:
+        """The snapshot that it refused, and why, until it has a newer version; "" for none. Others meet it, too."""
+        version, told = self.catch_up.refused
+        return told if version >= self._state.version else ""
+
     def beat(self, committed: int, epoch: int) -> None:
         """Look at the ledger if a heartbeat says that there is something."""
         wanted = committed if self._hold is None else self._hold

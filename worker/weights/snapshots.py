@@ -18,7 +18,10 @@ TIMEOUT_S = 60.0
 
 
 class Snapshots:
-    """Looks for a version in a folder. A snapshot that was refused is not read again unless its files change."""
+    """Looks for a version in a folder. A snapshot that was refused is not read again unless its files change.
+
+    refused: the last one, and why, for people; (0, "") for none.
+    """
 
     def __init__(self, folder: str) -> None:
         """Raises ConfigError for what can be no folder. One that is not there yet is made by who saves first."""
@@ -32,6 +35,7 @@ class Snapshots:
             raise ConfigError(f"snapshots={folder!r}: it must be a folder, or become one: {error}") from None
         self._store = SnapshotStore(folder)
         self._refused: set[tuple[int, int, int]] = set()
+        self.refused = 0, ""
 
     async def order(self, version: int, digest: str) -> TransferOrder | None:
         """An order to read `version`, or None if the folder does not have it with the tensors that `digest` names.
@@ -45,7 +49,8 @@ class Snapshots:
         """Do not use this snapshot again, and log the reason once."""
         if (identity := self._identity(version)) is not None and identity not in self._refused:
             self._refused.add(identity)
-            log.warning("the snapshot of version %s in %s is refused: %s", version, self._folder, why)
+            self.refused = version, f"the snapshot of version {version} in {self._folder} is refused: {why}"
+            log.warning("%s", self.refused[1])
 
     def _find(self, version: int, digest: str) -> TransferOrder | None:
         identity = self._identity(version)

@@ -37,6 +37,17 @@ export function drawTimes(pen, ticks, xOf, left, right, top, bottom) {
   }
 }
 
+// A line from top to bottom: dashed at the time of the slider, plain where one points.
+export function drawGuide(pen, x, dashed, top, bottom) {
+  pen.strokeStyle = dashed ? theme().text : theme().weak;
+  pen.setLineDash(dashed ? [4, 3] : []);
+  pen.beginPath();
+  pen.moveTo(Math.round(x) + 0.5, top);
+  pen.lineTo(Math.round(x) + 0.5, bottom);
+  pen.stroke();
+  pen.setLineDash([]);
+}
+
 const RIGHT = 8, TOP = 8, BOTTOM = 20;
 
 export class Chart {
@@ -93,7 +104,7 @@ export class Chart {
   draw() {
     const width = this.canvas.clientWidth, height = this.canvas.clientHeight;
     if (!this.seen || !width || !height) return;
-    const pen = fitted(this.canvas), { weak, line, text } = theme(), heights = this.heights();
+    const pen = fitted(this.canvas), { weak, line } = theme(), heights = this.heights();
     this.swatches.forEach((swatch, index) => { swatch.style.background = this.colour(index); });
     const [least, most] = this.range(heights), bottom = height - BOTTOM;
     const yTicks = niceTicks(least, most, Math.max(2, (bottom - TOP) / 32)), labels = yTicks.map((it) => this.format(it));
@@ -123,14 +134,7 @@ export class Chart {
     this.drawSeries(pen, heights, xOf, yOf, bottom, (right - left) / span);
     pen.restore();
     for (const [place, dashed] of [[this.at, true], [this.cursor === null ? null : this.data.x[this.cursor], false]]) {
-      if (!isKnown(place) || place < from || place > to) continue;
-      pen.strokeStyle = dashed ? text : weak;
-      pen.setLineDash(dashed ? [4, 3] : []);
-      pen.beginPath();
-      pen.moveTo(Math.round(xOf(place)) + 0.5, TOP);
-      pen.lineTo(Math.round(xOf(place)) + 0.5, bottom);
-      pen.stroke();
-      pen.setLineDash([]);
+      if (isKnown(place) && place >= from && place <= to) drawGuide(pen, xOf(place), dashed, TOP, bottom);
     }
   }
 

@@ -104,6 +104,14 @@ async function start() {
   }
 }
 
+// Parts above the one that was asked for may still grow: it is gone to again.
+let aim = location.hash, until = Infinity;
+const forget = () => { aim = ""; };
+const again = () => { if (aim && page.state && performance.now() < until) byId(aim.slice(1))?.scrollIntoView(); };
+document.querySelector("nav").addEventListener("click", (event) => { aim = event.target.hash ?? ""; until = performance.now() + 3000; });
+for (const name of ["wheel", "touchmove", "keydown"]) addEventListener(name, forget, { passive: true });
+new ResizeObserver(again).observe(document.querySelector("main"));
+
 startRibbon();
 startLegend();
 startFlow();

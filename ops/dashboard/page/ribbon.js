@@ -1,9 +1,10 @@
 // The ribbon: a lane for each worker over time, coloured by the version that it served; what the page alone can draw.
-import { drawTimes, timeTicks } from "./chart.js";
+import { drawGuide, drawTimes, timeTicks } from "./chart.js";
 import { byId, clock, count, el, isKnown, lasting, put, visible } from "./dom.js";
 import { drawGlyph, glyphs } from "./glyphs.js";
+import { list } from "./rollouts.js";
 import { fitted, inkOn, shortened, theme, versionColour, whenThemeChanges } from "./palette.js";
-import { WINDOW_S } from "./state.js";
+import { windowOf } from "./state.js";
 
 const MANY = 64, MOST_HIGH = 440, AXIS = 22, FLEET = 56, PUBLISHES = 28;
 const TROUBLE = new Set(["stall", "death", "fault"]);
@@ -44,7 +45,6 @@ function layOut() {
   ribbon.total = y;
 }
 
-const range = (state) => (state.mode === "journal" ? [state.began, state.ended ?? state.at] : [state.at - WINDOW_S, state.at]);
 const shareOf = (at) => (Math.min(ribbon.to, Math.max(ribbon.from, at)) - ribbon.from) / (ribbon.to - ribbon.from || 1);
 const xOf = (at) => ribbon.left + shareOf(at) * (ribbon.right - ribbon.left);
 const atOf = (x) => ribbon.from + ((x - ribbon.left) / (ribbon.right - ribbon.left)) * (ribbon.to - ribbon.from);
@@ -146,17 +146,6 @@ function drawPublishes() {
   }
 }
 
-function guide(pen, at, dashed, bottom) {
-  if (at === null || at < ribbon.from || at > ribbon.to) return;
-  pen.strokeStyle = dashed ? theme().text : theme().weak;
-  pen.setLineDash(dashed ? [4, 3] : []);
-  pen.beginPath();
-  pen.moveTo(Math.round(xOf(at)) + 0.5, 0);
-  pen.lineTo(Math.round(xOf(at)) + 0.5, bottom);
-  pen.stroke();
-  pen.setLineDash([]);
-}
-
 // Draw what is in sight.
 export function drawRibbon() {
   const { state } = ribbon, box = byId("lanes"), canvas = byId("ribbon");
@@ -168,7 +157,7 @@ export function drawRibbon() {
   const widest = Math.max(0, ...ribbon.rows.slice(0, 200).map((row) => pen.measureText(row.label).width));
   ribbon.left = Math.ceil(Math.min(Math.max(64, widest + 14), wide * 0.28, 200));
   ribbon.right = wide - 6;
-  [ribbon.from, ribbon.to] = range(state);
+  [ribbon.from, ribbon.to] = windowOf(state);
   pen.save();
   pen.beginPath();
   pen.rect(0, 0, wide, bottom);
@@ -177,8 +166,9 @@ export function drawRibbon() {
   for (const row of ribbon.rows) if (row.y + row.high >= down && row.y <= down + bottom) drawLane(pen, row);
   pen.restore();
   drawTimes(pen, timeTicks(ribbon.from, ribbon.to, ribbon.right - ribbon.left), xOf, ribbon.left, ribbon.right, bottom, bottom);
-  guide(pen, ribbon.mark, true, bottom);
-  guide(pen, ribbon.hover, false, bottom);
+  for (const [at, dashed] of [[ribbon.mark, true], [ribbon.hover, false]]) {
+    if (isKnown(at) && at >= ribbon.from && at <= ribbon.to) drawGuide(pen, xOf(at), dashed, 0, bottom);
+  }
   drawPublishes();
 }
 
@@ -198,12 +188,14 @@ function story(id) {
 }
 
 function say(text) {
-  put(byId("ribbon-facts"), text || "Point at a lane, or go there with the arrow keys: what happened, and when.");
+  put(byId("ribbon-facts"), text || "Point at a lane, or go there with the arrow keys: what happened, and when. A click, or Enter, lists its rollouts.");
 }
 
 function point(event) {
   const y = event.offsetY + byId("lanes").scrollTop;
   const row = ribbon.rows.find((it) => it.y <= y && y < it.y + it.high);
+  event.target.style.cursor = row ? "pointer" : "";
+  ribbon.known = ribbon.chosen === row?.id;
   ribbon.hover = event.offsetX >= ribbon.left ? atOf(event.offsetX) : null;
   ribbon.chosen = row?.id ?? null;
   if (row) {
@@ -220,6 +212,7 @@ const ALONG = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
 
 function onKey(event) {
   const lanes = ribbon.rows, here = lanes.findIndex((row) => row.id === ribbon.chosen);
+  if (event.key === "Enter" && ribbon.chosen !== null) list({ worker: ribbon.chosen });
   const down = DOWN[event.key], along = ALONG[event.key];
   if (!lanes.length || (down === undefined && along === undefined)) return;
   event.preventDefault();
@@ -274,7 +267,10 @@ export function startRibbon() {
   const canvas = byId("ribbon"), again = () => { if (ribbon.state) showRibbon(ribbon.state, null, ribbon.mark); };
   canvas.addEventListener("pointermove", point);
   canvas.addEventListener("pointerdown", point);
-  const leave = () => {
+  // A finger's first tap says what a lane is, the second one lists its rollouts; lifting it does not count as leaving.
+  canvas.addEventListener("click", () => { if (ribbon.known && ribbon.chosen !== null) list({ worker: ribbon.chosen }); });
+  const leave = (event) => {
+    if (event.pointerType === "touch") return;
     ribbon.hover = ribbon.chosen = ribbon.event = null;
     say("");
     drawRibbon();

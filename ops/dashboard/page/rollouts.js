@@ -65,8 +65,8 @@ async function fill(more) {
   listing.next = found.next === undefined ? guessed : found.next;
   byId("rollouts-older").hidden = listing.next === null;
   const { size } = listing.seen, asOf = moment(listing.at ?? listing.now, listing.now);
-  const left = found.left ? `; this file leaves out ${count(found.left)}` : "";
-  put(byId("rollouts-told"), (size ? `newest ${count(size)}, as of ${asOf}` : "none that matches") + left);
+  const left = found.left ? `; ${count(found.left)} more are left out` : "";
+  put(byId("rollouts-told"), (size ? `${wanted.outcome === "waiting" ? "oldest" : "newest"} ${count(size)}, as of ${asOf}` : "none that matches") + left);
 }
 
 // at: in history no rollout is later.
@@ -74,6 +74,14 @@ export function showRollouts(state, changed, at = null) {
   listing.now = state.at;
   if (!changed && listing.asked && at !== listing.at) { listing.at = at; fill(false); }
   listing.at = at;
+}
+
+// Show the list of those that have this worker, or this outcome.
+export function list(wanted) {
+  const form = byId("rollouts-filter");
+  for (const name of ["worker", "version", "outcome"]) form.elements[name].value = wanted[name] ?? "";
+  byId("rollouts").scrollIntoView();
+  fill(false);
 }
 
 export function startRollouts() {

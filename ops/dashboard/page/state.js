@@ -2,6 +2,11 @@
 import { bare } from "./dom.js";
 
 export const WINDOW_S = 900;
+
+// What is shown, as [from, to]: a whole run, or the last 15 minutes, of which a page that has just begun knows a part.
+export function windowOf({ mode, at, began, ended }) {
+  return mode === "journal" ? [began, ended ?? at] : [Math.max(at - WINDOW_S, Math.min(began ?? 0, at - 60)), at];
+}
 const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 
 // RFC 7386.

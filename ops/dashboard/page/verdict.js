@@ -1,10 +1,12 @@
 // What one decides by: the verdict, the pool's figures, and alarms with their paragraphs.
 import { bare, byId, count, el, keyed, keyedOrNone, lasting, moment, percent, put, short, since } from "./dom.js";
+import { list } from "./rollouts.js";
 
 const STATES = bare({
   healthy: "good", idle: "note", syncing: "note", starved: "warn", saturated: "warn", staleness: "warn",
   standing: "bad", broken: "bad",
 });
+const LISTS = bare({ queued: "waiting", running: "running", failed: "dead" });
 const GLYPHS = { good: "✓", note: "·", warn: "!", bad: "✕" };
 const SEVERITIES = bare({ error: "bad", warn: "warn", note: "note" });
 
@@ -43,9 +45,13 @@ export function showVerdict(state, changed) {
   }
   put(byId("verdict-since"), since(verdict.since, at));
   if (changed && !["flow", "workers"].some((name) => changed.has(name))) return;
-  const tile = ([name]) => el("div", {}, el("dt", {}, name, el("span", { class: "scope" })), el("dd"));
+  const tile = ([name]) => {
+    const lists = LISTS[name], click = () => list({ outcome: lists });
+    const value = lists ? el("dd", {}, el("button", { type: "button", class: "plain", title: "List them", click })) : el("dd");
+    return el("div", {}, el("dt", {}, name, el("span", { class: "scope" })), value);
+  };
   keyed(byId("tiles"), figures(state), ([name]) => name, tile, (node, [, value, scope]) => {
-    put(node.lastChild, value);
+    put(node.lastChild.firstElementChild ?? node.lastChild, value);
     put(node.querySelector(".scope"), `, ${scope}`);
   });
 }

@@ -138,7 +138,7 @@ async def test_numbers_that_are_none_are_named(redis_db: str, path: str) -> None
 
 async def test_jobs_that_run_and_dead_ones_are_listed_and_shown(redis_db: str, letters: list[str], client: Any) -> None:
     async with dashboard(redis_db) as page, worker(redis_db, engine=ScriptedEngine(tokens_per_s=1.0)) as busy:
-        handle = await client.submit(tokens())
+        handle = await client.submit(tokens(sampling={"max_new_tokens": 500}))
         await page.until(lambda it: it["flow"]["running"] and it["failures"])
         rows = (await page.http.get("/rollouts?limit=50")).json()["rows"]
         assert {row["state"] for row in rows} == {"running", "dead"}
@@ -149,6 +149,22 @@ async def test_jobs_that_run_and_dead_ones_are_listed_and_shown(redis_db: str, l
         assert shown["facts"]["cause"] == "engine request refused"
         assert (await page.http.get(f"/rollout/{handle.job_id}")).json()["prompt"]["ids"]
         assert (await page.http.get("/rollout/none")).status_code == 404
+
+
+async def test_jobs_that_wait_are_listed_with_what_for(redis_db: str, client: Any) -> None:
+    async with dashboard(redis_db) as page:
+        first = await client.submit(tokens())
+        await page.until(lambda it: it["flow"]["queued"] == 1)
+        told = (await page.http.get("/rollouts?outcome=waiting")).json()
+        assert [(row["job_id"], row["state"]) for row in told["rows"]] == [(first.job_id, "waiting")]
+        assert told["rows"][0]["why"].startswith("for its turn: the pool has no worker")
+        assert (told["next"], told["left"]) == (None, 0)
+        async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=1e6)):
+            await page.until(lambda it: it["flow"]["done"] == 1)
+            asks = await client.submit(tokens(min_version=7))
+            await page.until(lambda it: it["flow"]["queued"] == 1)
+            (row,) = (await page.http.get("/rollouts?outcome=waiting")).json()["rows"]
+            assert (row["job_id"], row["why"]) == (asks.job_id, "for weights version 7")
 
 
 async def test_a_recorded_run_is_served_and_never_changed(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from support.pools.dashboards import TOKEN, applied, dashboard
+from support.pools.late import publish, publisher
+from support.pools.planted_faults import damage, newest
 from support.pools.pool import eventually, status, worker
 from support.pools.standstills import TABLE, Make, Scene, needs, paused, redis_memory, weights_lost_by_a_dead_trainer
 from support.redis.roles import create, refusals
@@ -149,6 +151,22 @@ async def test_a_worker_that_dies_is_an_alarm_and_its_lane_ends(redis_db: str) -
         lane = state["lanes"][running.id]
         assert "death" in [one[1] for one in lane["ticks"]]
         await eventually(lambda: page.live.looks)
+
+
+async def test_a_damaged_snapshot_is_an_alarm_though_its_worker_serves(redis_db: str, tmp_path: Path) -> None:
+    async with worker(redis_db) as early, publisher(redis_db, snapshots=tmp_path) as source:
+        assert (await publish(source, 1)).state == "committed"
+        await eventually(lambda: newest(tmp_path).name.endswith("1"))
+        damage(tmp_path)
+        async with dashboard(redis_db) as page, worker(redis_db, snapshots=str(tmp_path)) as late:
+            state = await page.until(lambda it: [one for one in it["alarms"] if one["id"] == "snapshot-broken"])
+            assert early.id not in state["alarms"][0]["evidence"]
+            assert f"{late.id} at version 1: the snapshot of version 1 in" in state["alarms"][0]["evidence"]
+            assert "digest" in state["alarms"][0]["evidence"]
+            assert state["workers"][late.id]["state"] == "serving"
+            assert "fault" in [it[1] for it in state["lanes"][late.id]["ticks"]]
+            await publish(source, 2)
+            await page.until(lambda it: not [one for one in it["alarms"] if one["id"] == "snapshot-broken"])
 
 
 async def test_a_trainers_journal_adds_rewards_and_what_was_consumed(redis_db: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import rollouts
 import states
 from page_server import PageServer
+from support.pools.operations import until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -109,6 +110,31 @@ def test_the_ribbon_says_what_is_pointed_at(serve: Serve, visit: Visit) -> None:
     assert page.locator("#ribbon-facts").inner_text().startswith("gpu-00-1: version 48, serving, 11:5")
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] + 300)
     assert "Point at a lane" in page.locator("#ribbon-facts").inner_text()
+
+
+def test_lanes_and_figures_lead_to_their_rollouts(serve: Serve, visit: Visit) -> None:
+    server = serve(states.quiet(4))
+    page = visit(server.url)
+    page.locator("#ribbon").click(position={"x": 400, "y": 30})
+    until(lambda: "/rollouts?limit=50&worker=gpu-00-1" in server.requests)
+    page.mouse.move(0, 0)
+    page.locator("#ribbon").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("Enter")
+    assert page.locator("#rollouts [name=worker]").input_value() == "gpu-00-0"
+    page.get_by_title("List them").first.click()
+    until(lambda: server.requests[-1] == "/rollouts?limit=50&outcome=waiting")
+    assert page.locator("#rollouts [name=worker]").input_value() == ""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_navigation_arrives_though_parts_grow_on_the_way(serve: Serve, visit: Visit, width: int) -> None:
+    page = visit(serve(states.faults()).url, width=width)
+    page.get_by_role("link", name="Alarms").click()
+    page.locator("#rollouts-rows tr").nth(49).wait_for()
+    bottom = "document.documentElement.scrollHeight - innerHeight - scrollY"
+    top = "document.getElementById('alarms').getBoundingClientRect().top"
+    until(lambda: page.evaluate(bottom) < 2 or 0 <= page.evaluate(top) < 120)
 
 
 def test_lanes_are_filtered(serve: Serve, visit: Visit) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.pools.planted_faults import BATCH, DEATHS, FLIPPED, VERSIONS, Planted, run_with_faults
 from typer.testing import CliRunner
@@ -49,10 +50,15 @@ def test_each_planted_fault_is_an_alarm(run: Planted, history: Any) -> None:
     assert run.late in alarm(state, "snapshot-broken")["evidence"]
     dying = alarm(state, "workers-die")
     assert (dying["title"], dying["severity"]) == ("Workers die again and again", "error")
-    assert f"{len(DEATHS)} on " in dying["evidence"]
+    assert dying["evidence"].startswith(f"{len(DEATHS)} on ")
+    assert dying["since"] == history.deaths[0].at
+    paused = alarm(state, "why-paused")
+    assert "were left paused" in paused["evidence"]
+    assert paused["since"] < state["at"] - 0.5
     assert f"{len(run.asking)} jobs that ask for seed" in alarm(state, "never-claimed")["evidence"]
-    assert state["verdict"]["title"] == "The run is over, with 4 errors"
-    assert len(state["verdict"]["todo"]) == 4
+    assert state["verdict"]["title"] == "The run is over, with 5 errors"
+    assert len(state["verdict"]["todo"]) == 5
+    assert state["verdict"]["since"] == min(it["since"] for it in state["alarms"] if it["severity"] == "error")
 
 
 def test_the_slider_shows_the_run_as_it_was(run: Planted, history: Any) -> None:
@@ -72,6 +78,18 @@ def test_the_slider_shows_the_run_as_it_was(run: Planted, history: Any) -> None:
     assert [(version, state) for _, version, state, _ in end["publishes"]] == [
         (version, "ok") for version in range(1, VERSIONS + 1)
     ]
+
+
+def test_since_is_when_it_began_wherever_the_slider_is(run: Planted, history: Any) -> None:
+    last = history.deaths[-1].at
+    seen = [history.state(at, brief=True) for at in np.linspace(last, history.ended, 9).tolist()]
+    assert {alarm(one, "workers-die")["since"] for one in seen} == {history.deaths[0].at}
+    times = [history.state(at, brief=True)["verdict"] for at in np.linspace(history.began, last, 50).tolist()]
+    assert all(one["since"] < history.ended for one in times)
+    by_spell: dict[float, set[str]] = {}
+    for one in times:
+        by_spell.setdefault(one["since"], set()).add(one["title"].partition(":")[0])
+    assert len(by_spell) < len(times), "moments of one spell have one beginning"
 
 
 def test_lanes_have_the_versions_that_each_worker_served(run: Planted, history: Any) -> None:
@@ -107,6 +125,11 @@ def test_rollouts_are_listed_and_shown_with_their_tokens(run: Planted, history: 
     bad = rows_of(history, 500, version=FLIPPED + 1, outcome="trained")["rows"]
     assert len(bad) == BATCH
     assert {row["reward"] < 0 for row in bad} == {True}
+    waiting = rows_of(history, 2, outcome="waiting")
+    assert {row["job_id"] for row in waiting["rows"]} < set(run.asking)
+    assert waiting["rows"][0]["why"] == "for a worker that has seed, never claimed"
+    assert (waiting["left"], waiting["next"]) == (len(run.asking) - 2, None)
+    assert rows_of(history, 2, repr(history.began), outcome="waiting")["rows"] == []
     row = bad[0]
     told = rollouts.one(row["job_id"], row["sample"])
     assert told is not None
@@ -157,10 +180,11 @@ def test_the_exported_page_has_the_run(run: Planted, history: Any) -> None:
     told = page_of(history, Rollouts(str(run.journal), history))
     assert len(told["frames"]) == 200
     assert told["frames"][0]["at"] < told["frames"][-1]["at"] == told["state"]["at"]
-    assert 0 < len(told["rows"]) <= 200
+    assert len(run.asking) < len(told["rows"]) <= 200 + len(run.asking)
     assert [(one["job_id"], one["sample"]) for one in told["rollouts"]] == [
-        (one["job_id"], one["sample"]) for one in told["rows"]
+        (one["job_id"], one["sample"]) for one in told["rows"] if one["state"] != "waiting"
     ]
+    assert {one["job_id"] for one in told["rows"] if one["state"] == "waiting"} == set(run.asking)
 
 
 def test_the_exported_file_shows_each_cause_in_a_browser(
@@ -170,7 +194,7 @@ def test_the_exported_file_shows_each_cause_in_a_browser(
     file = tmp_path / "run.html"
     file.write_text(as_page(page_of(history, Rollouts(str(run.journal), history))))
     page = visit(file.as_uri())
-    assert page.locator("#verdict-title").inner_text() == "The run is over, with 4 errors"
+    assert page.locator("#verdict-title").inner_text() == "The run is over, with 5 errors"
     shown = page.locator("#alarms").inner_text()
     for words in ("changed its sign", "on disk is damaged", "again and again", "ask for seed"):
         assert words in shown

@@ -79,6 +79,23 @@ def test_what_others_do_meanwhile_keeps_a_waiting_job_an_alarm_alone() -> None:
     assert verdict_of(moment, alarms)["state"] == "healthy"
 
 
+DYING = [Died(float(n), f"w{n}", "h", "exit status 139", 3.0) for n in range(1, 5)]
+
+
+@pytest.mark.parametrize("scale", ["starved", "saturated", "unclaimed"])
+def test_workers_that_keep_dying_come_before_what_their_lack_brings(scale: str) -> None:
+    moment = Moment(10.0, scale=(scale, ""), deaths=DYING, scale_since=2.0)
+    verdict = verdict_of(moment, alarms_of(moment))
+    told = "Workers die again and again: 4 on h; the last was w4, exit status 139"
+    assert (verdict["state"], verdict["title"], verdict["since"]) == ("broken", told, 1.0)
+    few = Moment(10.0, scale=(scale, ""), deaths=DYING[:2], scale_since=2.0)
+    assert verdict_of(few, alarms_of(few))["state"] in {"starved", "saturated", "standing"}
+    well = Moment(10.0, scale=("balanced", ""), deaths=DYING)
+    assert verdict_of(well, alarms_of(well))["state"] == "healthy"
+    none_left = Reason("no-worker", "the pool has no worker", "start one", since=5.0)
+    assert verdict_of(Moment(10.0, reasons=[none_left], deaths=DYING), [])["title"] == told
+
+
 def by_version(*means: float, n: int = 20, spread: float = 0.1) -> dict[int, Rewards]:
     return {v: Rewards(n, n * mean, n * (mean**2 + spread**2)) for v, mean in enumerate(means)}
 
