@@ -5,11 +5,13 @@
 set -eu
 mkdir -p "$1" && cd "$1"
 apt-get install -y --no-install-recommends etcd-server golang-1.19-go golang-1.19-src make rsync
-lists=$(mktemp -d)
-key=/usr/share/keyrings/debian-archive-keyring.gpg
-echo "deb-src [signed-by=$key] http://deb.debian.org/debian bookworm main" >"$lists/sources.list"
-mkdir -p "$lists/lists/partial"
-set -- -o Dir::Etc::sourcelist="$lists/sources.list" -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists="$lists/lists"
+lists=$(mktemp -d)  # this host's sources of packages, as sources of source packages
+mkdir -p "$lists/parts" "$lists/lists/partial"
+for file in /etc/apt/sources.list /etc/apt/sources.list.d/*; do
+  [ ! -f "$file" ] || sed 's/^Types: deb$/Types: deb-src/; s/^deb /deb-src /' "$file" >"$lists/parts/$(basename "$file")"
+done
+[ ! -f "$lists/parts/sources.list" ] || mv "$lists/parts/sources.list" "$lists/parts/host.list"
+set -- -o Dir::Etc::sourcelist=/dev/null -o Dir::Etc::sourceparts="$lists/parts" -o Dir::State::lists="$lists/lists"
 apt-get "$@" update
 apt-get "$@" source --download-only kubernetes
 rm -rf "$lists" kubernetes && mkdir kubernetes
