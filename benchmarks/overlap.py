@@ -142,8 +142,7 @@ class Loops:
     busy: Busy
     vocabulary: int
 
-    def jobs(self, seed: int, *, newest: bool = False) -> Iterator[GenerateJob]:
-        """newest: each on the newest version or a newer one; a feed says that itself."""
+    def jobs(self, seed: int) -> Iterator[GenerateJob]:
         draw = random.Random(seed)
         for _ in itertools.count():
             tokens = max(1, min(self.given.most, round(self.given.tokens * draw.lognormvariate(0.0, TAIL))))
@@ -151,7 +150,7 @@ class Loops:
                 token_ids=[draw.randrange(self.vocabulary) for _ in range(PROMPT_TOKENS)],
                 n=self.given.samples,
                 sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True),
-                min_version=self.publisher.last_version if newest else 0,
+                min_version=self.publisher.last_version,
             )
 
     def publish(self, after: Any = None) -> Any:
@@ -165,7 +164,7 @@ class Loops:
 
     def sync(self, seed: int) -> dict[str, Any]:
         """Generate, learn, publish, one after the other."""
-        jobs, clock = self.jobs(seed, newest=True), Clock()
+        jobs, clock = self.jobs(seed), Clock()
         with BlockingRolloutClient(self.url) as client:
             for step in range(self.given.warm + self.given.steps):
                 if step == self.given.warm:

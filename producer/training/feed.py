@@ -22,7 +22,7 @@ from .books import Books, Measured, Why
 from .generating import Generating
 from .groups import GroupRules, TrainGroup, oldest_version
 from .keeping import checkpoint_number
-from .reproducible import Schedule, nothing
+from .reproducible import Schedule
 from .staleness import Staleness
 
 RETRY_S = 0.2  # pause before what a full pool refused is submitted again
@@ -71,8 +71,7 @@ class RolloutFeed:
     def capacity(self) -> int:
         """Samples that may be submitted now."""
         # No prompt takes the place of what a batch did without: that one is complete.
-        live = self.books.live + self.books.marks["left out"]
-        return self.staleness.capacity((self._schedule or self.books).updates, live)
+        return self.staleness.capacity(self.books.updates, self.books.live + self.books.marks["left out"])
 
     async def submit(self, job: GenerateJob, timeout: float | None = None) -> int:
         """Accept a prompt, when the staleness and the pool have room for it; returns its number in the books.
@@ -131,8 +130,9 @@ class RolloutFeed:
     async def batch(self, timeout: float | None = None) -> list[TrainGroup]:
         """Groups for one step: as many as `Staleness.batch_size` samples are, before any failed.
 
-        Fewer only as far as `GroupRules.over_sample_rate` says, or if the staleness lets no more in before the next
-        update, or nothing is under way. Then it may be empty. Raises WaitTimeout if none is there in `timeout` seconds.
+        It has fewer only as far as `GroupRules.over_sample_rate` says, or if the staleness lets no more in before the
+        next update, or nothing is under way any more.
+        Empty if nothing is under way. Raises WaitTimeout if there is none within `timeout` seconds.
         """
         return await anext(Batches(self._get, self.staleness.batch_size, (), timeout), [])
 
@@ -199,7 +199,8 @@ class RolloutFeed:
         """Groups of `most` samples; fewer if no more can come; None if they have to be waited for."""
         self._drop_stale()
         chosen: list[TrainGroup] = []
-        total, full, schedule = 0, False, self._schedule
+        total, full = 0, False
+        schedule = self._schedule
         for number in sorted(self._ready) if schedule is None else schedule.in_order(self._ready, self._pool.asked):
             group = self._ready[number]
             if schedule is not None and total < most and not schedule.teaches(group):
@@ -338,11 +339,9 @@ class RolloutFeed:
             self._schedule.check_same(version)
         self.books.renumber(version)
 
-    def sampled(self, version: int) -> Future[bool]:
-        """For `publish(…, after=…)`: True once older versions have sampled; False, at once, if this samples nothing."""
+    def sampled(self, version: int) -> Future[None]:
+        """Done when nothing is left to be sampled by an older version: `WeightPublisher.publish(…, after=…)`."""
         self._begun = True
-        if self._schedule is not None and not self._schedule.samples(version):
-            return nothing()
         return self._pool.when_sampled(version)
 
     def _wake(self) -> None:
@@ -388,7 +387,8 @@ class RolloutFeed:
         if self._handed:
             told += f", {len(self._handed)} groups are at the trainer, neither trained nor dropped"
         if self._held_up or not self.capacity:
-            told += f". {self.staleness} lets in no more before the next update: publish each one, and call advance()"
+            told += f". staleness: {self.staleness} lets in no more before the next update"
+            told += ": publish each one, and call advance()"
         return WaitTimeout(told, why)
 
     async def _begin(self) -> None:

@@ -69,20 +69,20 @@ class Generating:
         older = [it for it in self.asked.values() if (its := it.job.exact_version) is not None and its < version]
         return all(self._inbox.is_whole(job_id, len(these)) for it in older for job_id, these in it.waiting.items())
 
-    def when_sampled(self, version: int) -> Future[bool]:
-        """True when that is so; cancelled when the client closes before."""
-        done: Future[bool] = Future()
+    def when_sampled(self, version: int) -> Future[None]:
+        """Done when that is so; cancelled when the client closes before."""
+        done: Future[None] = Future()
         if self._begun and self.sampled(version):
-            done.set_result(True)
+            done.set_result(None)
         else:
             self._core.start(self._tell_sampled(version, done))
         return done
 
-    async def _tell_sampled(self, version: int, done: Future[bool]) -> None:
+    async def _tell_sampled(self, version: int, done: Future[None]) -> None:
         try:
             await self.begin()  # a checkpoint may have prompts in flight
             await self._core.reader.until(lambda: self.sampled(version), None)
-            done.set_result(True)
+            done.set_result(None)
         finally:
             done.cancel()
 

@@ -1,17 +1,14 @@
 """A reproducible run: which version samples which prompt, from which seed, in which order, and what it refuses.
 
-A prompt is sampled by one version, and no worker begins with a version before the last sample of the one before has
-ended. So that workers seldom run out of work, not every version samples: only those of updates 0, s, 2s, …, with
-s = eta // 2 + 1. Each lets in what the staleness allows, which is s batches. The other half of eta is the time in which
-the trainer makes the next one. Without a filter batch k is sampled by the version of the first of these updates that is
-at least k - eta. Prompts are accepted in the order of the data, before a batch is given out, and decided in that order.
+A prompt is sampled by the version that the trainer had when it was accepted, and by no other. Prompts are accepted in
+the order of the data, as many as the staleness allows, before a batch is given out; and they are decided in that order.
+So without a filter batch k is sampled by the version of update max(0, k - eta), whoever samples it and whenever.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
 
 from ...messages.errors import InvalidField
 from ...messages.model import GenerateJob
@@ -43,7 +40,6 @@ class Schedule:
     def __init__(self, staleness: Staleness, rules: GroupRules, books: Books) -> None:
         self._rules, self._books = rules, books
         self._decided = 0  # prompts below this are filtered, or worth a step
-        self._every = staleness.eta // 2 + 1
         if staleness.on_stale != "wait":
             why = '"wait" in a reproducible run: what is stale when it comes depends on the workers'
             raise InvalidField("on_stale", staleness.on_stale, why)
@@ -51,25 +47,14 @@ class Schedule:
             if (given := getattr(rules, name)) != only:
                 raise InvalidField(name, given, f"{only!r} in a reproducible run: {why}")
 
-    @property
-    def updates(self) -> int:
-        """Those that made the version which samples what is accepted now."""
-        return self._books.updates - self._books.updates % self._every
-
-    def samples(self, version: int) -> bool:
-        """Whether something is sampled by this version."""
-        first = self._books.version - self._books.updates
-        return (version - first) % self._every == 0
-
     def bound(self, job: GenerateJob) -> GenerateJob:
         """The job of the next prompt, for one version and with a seed. Raises InvalidField for a field that it cannot
         have."""
         for name, why in REFUSED_FIELDS.items():
             if (given := getattr(job, name)) is not None:
                 raise InvalidField(name, given, f"None in a reproducible run: {why}")
-        version = self._books.version - self._books.updates + self.updates
         seed = job.seed if job.seed is not None else seed_of(f"prompt {self._books.numbers}")
-        return job.model_copy(update={"exact_version": version, "seed": seed})
+        return job.model_copy(update={"exact_version": self._books.version, "seed": seed})
 
     def check_next(self, version: int) -> None:
         """Raises InvalidField unless an update makes this version: its number says which update it was."""
@@ -110,13 +95,6 @@ class Schedule:
                 return False
         self._decided = number + 1
         return True
-
-
-def nothing() -> Future[bool]:
-    """Of a version that samples nothing, for `WeightPublisher.publish(…, after=…)`."""
-    told: Future[bool] = Future()
-    told.set_result(False)
-    return told
 
 
 def seed_of(place: str) -> int:

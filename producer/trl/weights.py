@@ -106,8 +106,8 @@ class PoolWeightTransfer:
         publisher = self._open()
         self._look_at_last()
         if version is not None:
-            after: Future[bool] = Future()
-            after.set_result(True)  # all that the version before had to sample is here
+            after: Future[None] = Future()
+            after.set_result(None)  # all that the version before had to sample is here
             handle = publisher.publish(version, iterator, after=after)
         elif self.adapter is None:
             version = max(publisher.last_version, self.above) + 1

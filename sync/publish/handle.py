@@ -23,9 +23,8 @@ class PublishReport:
 
     state: "committed": at least one worker serves it, or the pool is empty and later workers will catch up to it.
         "failed": no worker has it. "aborted": no worker has it, because of `PublishHandle.abort`. "superseded": a newer
-        version was published before this one's turn came, or before any worker had begun to take it; or it samples
-        nothing in a reproducible run, and the version before is served. "delegated": this rank of the trainer only
-        helped to gather, and the leader has the report.
+        version was published before this one's turn came, or before any worker had begun to take it. "delegated": this
+        rank of the trainer only helped to gather, and the leader has the report.
     workers: ids of those that serve it. failures: worker id -> why it does not; "trainer" if the version was not sent.
     seconds: from `publish` to the commit. adapter: name of the LoRA adapter, "" for the weights.
     readback: whether every one of `workers` compared its engine's parameters with what was published, and not only the
@@ -154,17 +153,12 @@ class Publication:
     began: float
     adapter: str = ""
     config: dict[str, Any] = field(default_factory=dict)
-    after: Future[bool] | None = None
+    after: Future[None] | None = None
 
     @property
     def may_begin(self) -> bool:
         """Whether what it waits for has come."""
         return self.after is None or self.after.done()
-
-    @property
-    def passed_over(self) -> bool:
-        """Whether nobody is to have it, by the schedule of a reproducible run."""
-        return self.after is not None and self.after.done() and not (self.after.cancelled() or self.after.result())
 
     @property
     def name(self) -> str:
@@ -179,14 +173,6 @@ class Publication:
     def tell_committed(self, workers: tuple[str, ...]) -> None:
         """Tell those that wait for the first worker."""
         self.handle._committed(self.report("committed", workers=workers))
-
-    def tell_passed_over(self, before: PublishHandle | None) -> None:
-        """Give the handle its report once the version before is served. Its tensors are not kept for that."""
-        handle, report = self.handle, self.report("superseded")
-        if before is None:
-            handle._future.set_result(report)
-        else:
-            before._first.add_done_callback(lambda _: handle._future.set_result(report))
 
     def report(self, state: State, **found: Any) -> PublishReport:
         """Make its report. found: the report's other fields."""

@@ -78,7 +78,6 @@ class WeightPublisher:
         self._lock = threading.Lock()
         self._last = {"": 0}  # newest version: of the weights under "", of adapters under their names
         self._waiting: list[Publication] = []  # in order; of each name the newest, and those of a reproducible run
-        self._newest: PublishHandle | None = None  # of the weights, less what is passed over
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sending: list[PublishHandle] = []
@@ -134,7 +133,7 @@ class WeightPublisher:
         version: int,
         tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
         *,
-        after: Future[bool] | None = None,
+        after: Future[None] | None = None,
     ) -> PublishHandle:
         """Copy `tensors`, and send them as `version` in the background.
 
@@ -145,9 +144,8 @@ class WeightPublisher:
             `SyncSettings.dtype`). On a distributed trainer every rank calls it, with the same names in the same order.
         version: higher than every one before.
         after: of a reproducible run, `RolloutFeed.sampled(version)`. The version is announced when that is done; it
-            comes in its turn, however many wait. One that samples nothing is not sent, and is "superseded". A
-            trainer that was killed publishes its versions under their numbers again: what the pool has had is not sent,
-            and other tensors are an error.
+            comes in its turn, however many wait. A trainer that was killed publishes its versions under their numbers
+            again: what the pool has had is not sent, and other tensors are an error.
 
         An earlier version that still waits for its turn is given up as "superseded". Raises InvalidField, or
         WeightSyncError after `close`.
@@ -214,15 +212,9 @@ class WeightPublisher:
             if self._journal is not None:
                 handle._future.add_done_callback(partial(_note, self._journal, version, adapter))
             self._last[adapter] = max(version, self._last.get(adapter, 0))
-            passed_over, before = order.passed_over, self._newest
             skipped = [it for it in self._waiting if it.adapter == adapter and it.after is None]
-            if not passed_over:
-                self._waiting = [it for it in self._waiting if it not in skipped] + [order]
-                self._newest = before if adapter else handle
-                self._poke()
-        if passed_over:
-            order.tell_passed_over(before)
-            return handle
+            self._waiting = [it for it in self._waiting if it not in skipped] + [order]
+            self._poke()
         if order.after is not None:
             order.after.add_done_callback(lambda _: self._poke())
         for one in skipped:

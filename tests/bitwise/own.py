@@ -108,7 +108,7 @@ def main(url: str, model_path: str, folder: str, steps: int, free: bool = False)
             before, handle = handle, publish()
             feed.advance(version)
             step = feed.books.updates - 1
-            if step % 4 == 3:  # its version samples, so a restored trainer has what the pool needs
+            if step % 3 == 2:
                 before.wait(for_="committed")  # of all versions a checkpoint has one: the pool has those before
                 keep()
             record.step(step, [result for group in groups for result in group.results], loss, norm)

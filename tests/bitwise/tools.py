@@ -52,7 +52,7 @@ class Waves:
         self._client, self._repeat = client, repeat
         self._begun: dict[int, tuple[AsyncIterator[Episode], asyncio.Task[Episode]]] = {}
         self._left: dict[int, int] = {}  # episodes of a batch that have not ended
-        self._waiting: list[tuple[int, Future[bool]]] = []
+        self._waiting: list[tuple[int, Future[None]]] = []
 
     def begin(self, batch: int) -> None:
         self._left[batch] = TASKS * EPISODES
@@ -77,9 +77,9 @@ class Waves:
         assert all(episode.ok for episode in found), [episode.error for episode in found]
         return sorted(found, key=lambda it: (it.number, it.sample))
 
-    def sampled(self, version: int) -> Future[bool]:
+    def sampled(self, version: int) -> Future[None]:
         """Done when all batches of older versions have been played."""
-        done: Future[bool] = Future()
+        done: Future[None] = Future()
         self._waiting.append((version, done))
         self._look()
         return done
@@ -94,7 +94,7 @@ class Waves:
         for pair in list(self._waiting):
             if all(version_of(batch) >= pair[0] for batch in self._left):
                 self._waiting.remove(pair)
-                pair[1].set_result(True)
+                pair[1].set_result(None)
 
 
 def version_of(batch: int) -> int:
