@@ -14,6 +14,7 @@ from ...messages.errors import InvalidField, RedisUnavailable, RolloutMQError
 from ...messages.model import MEMORY_TAGS, MemoryTag
 from ..blocking import BlockingPoolControl
 from ..control import Answers, CommandFailed
+from .weights import bare
 
 log = logging.getLogger(__name__)
 COMMAND_S = 120.0
@@ -49,10 +50,10 @@ class Colocated:
         if not self.tags:
             return
         self._trainer, self._control = trainer, control
-        models = trainer.accelerator.unwrap_model(trainer.model), getattr(trainer, "ref_model", None)
-        for model in filter(None, models):
-            # Whatever a trainer calls to compute, it begins with the embeddings.
-            self._hooks.append(model.get_input_embeddings().register_forward_pre_hook(lambda *_: self.sleep()))
+        for model in (trainer.model, getattr(trainer, "ref_model", None)):
+            if model is not None:  # whatever a trainer calls to compute, it begins with the embeddings
+                first = bare(trainer.accelerator.unwrap_model(model)).get_input_embeddings()
+                self._hooks.append(first.register_forward_pre_hook(lambda *_: self.sleep()))
 
     def sleep(self) -> None:
         """Returns when all workers sleep."""

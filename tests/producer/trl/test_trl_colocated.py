@@ -7,6 +7,8 @@ a stand-in for its memory saver, which spoils what sleeps: tests/gpu/test_gpu_sl
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -78,6 +80,25 @@ async def test_workers_sleep_whenever_the_model_computes_and_never_else(
     assert asleep == [set(tags)] * len(asleep)
     for name in ("sleep_s", "wake_weights_s", "wake_s"):
         assert logged(trainer, f"rollout/{name}"), name
+
+
+async def test_no_rank_computes_before_the_last_one_has_generated(tiny: Path, redis_db: str, tmp_path: Path) -> None:
+    program = Path(__file__).parents[2] / "support" / "peers" / "colocated_ranks.py"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    async with echoing(redis_db) as one:
+        started = await asyncio.create_subprocess_exec(
+            *(sys.executable, *torchrun, str(program), str(tiny), str(tmp_path), redis_db),
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            assert await asyncio.wait_for(started.wait(), 240) == 0
+        finally:
+            if started.returncode is None:
+                started.terminate()
+                await started.wait()
+        assert not one.engine.ops.asleep
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["2 0", "2 0"]
 
 
 async def test_an_engine_and_a_worker_that_die_asleep_cost_no_step(tiny: Path, redis_db: str, tmp_path: Path) -> None:
