@@ -137,7 +137,7 @@ capabilities:
 chaos: setup
 	PYTHONPATH=tests .venv/bin/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) $(CHAOS)
 
-# An hour and a half on two cores. What each run went through is in out/bitwise/report.json.
+# Half an hour on two cores. What each run went through is in out/bitwise/report.json.
 bitwise: setup
 	PYTHONPATH=tests .venv/bin/python -m bitwise $(if $(SEED),--seed $(SEED)) $(BITWISE)
 

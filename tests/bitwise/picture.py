@@ -33,8 +33,10 @@ def struck(run: dict[str, Any]) -> list[tuple[int, str]]:
 
 def main(folder: Path, run: str, file: Path) -> None:
     matplotlib.rcParams["svg.fonttype"] = "none"
-    told = json.loads((folder.parent / "report.json").read_text())
-    (one,) = [it for program in told if program["program"] == folder.name for it in program["told"] if it["run"] == run]
+    (program,) = [
+        it for it in json.loads((folder.parent / "report.json").read_text())["programs"] if it["program"] == folder.name
+    ]
+    (one,) = [it for it in program["told"] if it["run"] == run]
     faults = struck(one)
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axes = figure.subplots()
