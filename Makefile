@@ -25,7 +25,7 @@ ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && ! grep '"gw[0-9]' .pytest_cache/v/
 
 BENCHES = $(addprefix bench-,queue shards idle engine episodes gateway sync scale)
 
-.PHONY: audit-made sbom-made help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos bitwise fuzz $(BENCHES) bench-spread bench-fleet-weights bench-updates audit sbom check docs clean
+.PHONY: audit-made sbom-made help setup demo images test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos bitwise fuzz $(BENCHES) bench-spread bench-fleet-weights bench-updates audit sbom check docs clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
@@ -49,6 +49,7 @@ help:
 	@echo "make check   formatting, lint, strict types, import order, file sizes, budget.toml, that every test can be imported"
 	@echo "make docs    the documentation with the API reference, into out/site; warnings are errors"
 	@echo "make audit   known vulnerabilities of what is installed, a report; make sbom writes out/sbom.json for a release"
+	@echo "make images  the worker's and the client's image, with buildah (BASE=, BUILD= and IMAGES=client; docs/kubernetes.md)"
 	@echo "make clean   remove .venv, out/ and caches"
 
 setup:
@@ -136,7 +137,7 @@ capabilities:
 chaos: setup
 	PYTHONPATH=tests .venv/bin/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) $(CHAOS)
 
-# An hour and a half on two cores. What each run went through is in out/bitwise/report.json.
+# Half an hour on two cores. What each run went through is in out/bitwise/report.json.
 bitwise: setup
 	PYTHONPATH=tests .venv/bin/python -m bitwise $(if $(SEED),--seed $(SEED)) $(BITWISE)
 
@@ -168,6 +169,12 @@ check: setup
 	MYPYPATH=.venv/src:. .venv/bin/mypy -p rolloutmq -p benchmarks
 	.venv/bin/python -m pytest -q --collect-only >out/collected.txt || { tail -40 out/collected.txt; exit 1; }
 	.venv/bin/python -m pytest -q tests/house/test_rooms.py tests/house/test_file_size.py tests/house/test_budget.py
+
+# BASE is for both, where one of deploy/containers/base.sh is wanted. BUILD goes to buildah.
+IMAGES = client worker
+images:
+	for image in $(IMAGES); do buildah build --layers $(if $(BASE),--build-arg BASE=$(BASE)) $(BUILD) \
+	  -f deploy/containers/$$image.Containerfile -t rolloutmq-$$image . || exit 1; done
 
 # From a copy: the checkout is the package, and griffe would walk all of it, .venv too, which takes ten times as long.
 docs: setup

@@ -34,6 +34,7 @@ BENCHMARKS = {
     "updates": ("updates", "What updates cost a worker in each mode, by contexts and intervals."),
     "curves": ("curves", "Whether an update's mode changes what is learned."),
     "overlap": ("overlap", "An asynchronous training loop beside a synchronous one."),
+    "one-gpu": ("one_gpu", "A GPU shared by trainer and worker, beside TRL's own generation."),
     "startup": ("startup", "A worker's start, phase by phase."),
     "replay": ("replay", "A run is recorded and generated again: how many samples come out the same."),
     "journal": ("journal", "A journal of a million results: its size, rate, and cold queries."),

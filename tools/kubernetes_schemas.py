@@ -19,8 +19,9 @@ from typing import Any
 
 OUT = Path(__file__).resolve().parent.parent / "tests" / "deploy" / "kubernetes-schemas.json"
 KINDS = {
-    "v1": ("ConfigMap", "Namespace", "Secret", "Service", "ServiceAccount"),
+    "v1": ("ConfigMap", "Namespace", "PersistentVolumeClaim", "Secret", "Service", "ServiceAccount"),
     "apps/v1": ("Deployment", "StatefulSet"),
+    "batch/v1": ("Job",),
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "policy/v1": ("PodDisruptionBudget",),
     "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),

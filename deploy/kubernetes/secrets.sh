@@ -1,9 +1,9 @@
 #!/bin/sh
 # Makes a folder with what the Secrets redis-server and redis-client hold: a certificate, users with random passwords,
-# and a URL for each role. It needs openssl and no other file.
-#   sh secrets.sh FOLDER [POOL] [NAMESPACE]
+# and a URL for each role. It needs openssl and no other file. With the word sentinel the URLs name the sentinels.
+#   sh secrets.sh FOLDER [POOL] [NAMESPACE] [sentinel]
 set -eu
-folder=$1 pool=${2:-default} namespace=${3:-rolloutmq}
+folder=$1 pool=${2:-default} namespace=${3:-rolloutmq} way=${4:-one}
 umask 077
 mkdir "$folder" # an older one stays as it is: its passwords are in use
 
@@ -13,6 +13,7 @@ openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj "/CN=r
   -keyout "$folder/tls.key" -out "$folder/tls.csr" 2>/dev/null
 printf 'subjectAltName=DNS:redis,DNS:redis.%s,DNS:redis.%s.svc,DNS:*.redis-pods,DNS:localhost' \
   "$namespace" "$namespace" >"$folder/names"
+printf ',DNS:*.redis-pods.%s.svc,DNS:*.sentinels.%s.svc' "$namespace" "$namespace" >>"$folder/names"
 openssl x509 -req -in "$folder/tls.csr" -CA "$folder/ca.crt" -CAkey "$folder/ca.key" -CAcreateserial -days 825 \
   -extfile "$folder/names" -out "$folder/tls.crt" 2>/dev/null
 rm "$folder/tls.csr" "$folder/names"
@@ -30,12 +31,34 @@ rights() {
 # Nobody can log in as the default user. Its rights are those with which a server reads its append-only file.
 echo "user default off ~* &* +@all" >"$folder/users.acl"
 echo "user probe on >probe resetchannels +ping" >>"$folder/users.acl"
+asks=$(openssl rand -hex 32)
 for role in producer worker publisher operator; do
   password=$(openssl rand -hex 32)
-  echo "user $role on >$password $(rights "$role" | sed "s/POOL/$pool/g") +wait +waitaof +eval +set +info" >>"$folder/users.acl"
-  printf 'rediss://%s:%s@redis.%s.svc:6379/0?ssl_ca_certs=/etc/rolloutmq/ca.crt&durable=disk' \
-    "$role" "$password" "$namespace" >"$folder/$role"
+  echo "user $role on >$password $(rights "$role" | sed "s/POOL/$pool/g") +wait +waitaof +eval +set +info +role" >>"$folder/users.acl"
+  if [ "$way" = sentinel ]; then
+    host="sentinels.$namespace.svc:26379"
+    printf 'rediss+sentinel://%s:%s@sentinel-0.%s,sentinel-1.%s,sentinel-2.%s/main/0' \
+      "$role" "$password" "$host" "$host" "$host" >"$folder/$role"
+    printf '?sentinel_username=asks&sentinel_password=%s&min_replicas=1&' "$asks" >>"$folder/$role"
+  else
+    printf 'rediss://%s:%s@redis.%s.svc:6379/0?' "$role" "$password" "$namespace" >"$folder/$role"
+  fi
+  printf 'ssl_ca_certs=/etc/rolloutmq/ca.crt&durable=disk' >>"$folder/$role"
 done
 password=$(openssl rand -hex 32)
 echo "user replica on >$password +psync +replconf +ping" >>"$folder/users.acl"
 printf 'masteruser replica\nmasterauth %s\n' "$password" >"$folder/replica.conf"
+
+# What sentinels log in with at the servers and at each other, and who may ask them.
+password=$(openssl rand -hex 32) peers=$(openssl rand -hex 32)
+echo "user sentinel on >$password resetchannels &__sentinel__:* +multi +slaveof +replicaof +ping +exec +subscribe +config|rewrite +role +publish +info +client|setname +client|kill +script|kill" >>"$folder/users.acl"
+cat >"$folder/sentinel.conf" <<END
+sentinel auth-user main sentinel
+sentinel auth-pass main $password
+sentinel sentinel-user peer
+sentinel sentinel-pass $peers
+user default off
+user peer on >$peers allchannels +@all
+user asks on >$asks resetchannels +ping +sentinel|masters
+user probe on >probe resetchannels +ping +sentinel|get-master-addr-by-name
+END

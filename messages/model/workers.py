@@ -39,6 +39,7 @@ class WorkerStatus(Message):
     restarts_in_a_row: restarts of the engine since it last finished a sample.
     state_since: Unix seconds by the worker's clock at which it came into this state.
     hold_version: the weights version that it keeps, None for one that follows the pool's.
+    slurm_job: Slurm's job and how often that was started again, "17.0"; "" elsewhere.
     """
 
     KIND: ClassVar[int] = 6
@@ -78,6 +79,7 @@ class WorkerStatus(Message):
     restarts_in_a_row: StrictInt = Field(default=0, ge=0)
     state_since: Float = 0.0
     hold_version: StrictInt | None = Field(default=None, ge=0)
+    slurm_job: str = Field(default="", max_length=64)
 
     def behind(self, committed: int) -> int:
         """How many versions it has yet to get; 0 for one that keeps its version."""

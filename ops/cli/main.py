@@ -13,8 +13,8 @@ from .options import Plain, alone
 GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "Serve": {
         "worker": ("worker", "worker", "Serve a pool with one SGLang engine until SIGTERM or Ctrl-C."),
-        "scale": ("scale", "scale", "Start and drain workers here, as many as the pool needs."),
-        "up": ("scale", "up", "Run a whole pool on this machine until Ctrl-C."),
+        "scale": ("scale", "scale", "Start and drain workers, as many as the pool needs."),
+        "up": ("scale", "up", "Run a whole pool until Ctrl-C."),
         "exporter": ("pool", "exporter", "Serve the pool's metrics for Prometheus."),
         "gateway": ("gateway", "gateway", "Serve the pool to clients of OpenAI's API."),
     },

@@ -1,4 +1,4 @@
-"""`rolloutmq scale` and `rolloutmq up`: as many workers on this host as a pool needs, or a whole pool."""
+"""`rolloutmq scale` and `rolloutmq up`: as many workers as a pool needs, or a whole pool."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import os
 import signal
 import socket
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -20,12 +19,13 @@ import typer
 
 from ...messages.defaults import DEFAULT_URL
 from .options import LogLevel, Pool, RedisUrl, Stabilise, StartTakes, Target, log_to_stderr, say, seconds
+from .sites import Logs, On, Template, entries, folder_of, workers_of
 
 if TYPE_CHECKING:
     from ...producer.diagnosis import Reason
     from ..metrics import Exporter
     from ..redis import EmbeddedRedis
-    from ..scale import Decision, LocalScaler, Means, Place, PoolView, ScaleSettings
+    from ..scale import Decision, Means, Place, PoolView, Scaler, ScaleSettings
 
 log = logging.getLogger(__name__)
 PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -33,12 +33,9 @@ EXPLAIN_S = 2.0
 """Seconds between the two looks of --explain."""
 LOOK_S = 0.5
 """Seconds between two looks at the server of `rolloutmq up`."""
-ENDS_S = 60.0
-"""Seconds beyond its drain budget in which a worker that was told to leave has ended its engine, and itself."""
 GATEWAY_LEAVES_S = 10.0
 scale = typer.Typer(add_completion=False, rich_markup_mode=None)
 up = typer.Typer(add_completion=False, rich_markup_mode=None)
-Logs = Annotated[Path | None, typer.Option(help="Folder for the workers' logs; default: a temporary one.")]
 
 
 @scale.command("scale", context_settings=PASSES_ON)
@@ -47,6 +44,8 @@ def _scale(
     least: Annotated[int, typer.Option("--min", min=0, help="Workers that always run.")] = 0,
     most: Annotated[int, typer.Option("--max", min=0, help="Workers that run at most.")] = 4,
     gpus: Annotated[str, typer.Option(help="A GPU for each worker: 0,1,2,3; or several: 0+1,2+3.")] = "",
+    on: On = "host",
+    template: Template = None,
     target: Target = 60.0,
     stabilise: Stabilise = 300.0,
     startup: StartTakes = 60.0,
@@ -59,10 +58,11 @@ def _scale(
     json: Annotated[bool, typer.Option("--json", help="With --explain: JSON instead of text.")] = False,
     log_level: LogLevel = "info",
 ) -> None:
-    """Start and drain workers here, as many as the pool needs. Further flags are those of `rolloutmq worker`.
+    """Start and drain workers, as many as the pool needs. Further flags are those of `rolloutmq worker`.
 
     \b
     rolloutmq scale --min 0 --max 4 --gpus 0,1,2,3 --model Qwen/Qwen3-8B
+    rolloutmq scale --on slurm --template worker.sbatch --max 16 --model Qwen/Qwen3-8B
     rolloutmq scale --explain
     """
     from ..scale import ScaleSettings, places
@@ -81,10 +81,10 @@ def _scale(
         say(asdict(decision) | state, [*_lines(decision, view), *(f"why jobs wait: {it.told()}" for it in waits)], json)
         return
     log_to_stderr(log_level)
-    free = places(most, _entries(gpus))
-    command, leave_s = _worker_command(flags, redis, pool, most)
-    with _folder(logs) as folder:
-        means = _means(command, folder, redis, pool, every_s=every, ready_s=ready_within, leave_s=leave_s)
+    free = places(most, entries(gpus, on))
+    workers = workers_of(flags, redis, pool, most, on=on, template=template)
+    with folder_of(logs) as folder:
+        means = workers.means(folder, redis, pool, every_s=every, ready_s=ready_within)
         asyncio.run(_scale_until_stopped(redis, pool, settings, means, free))
 
 
@@ -93,7 +93,14 @@ def _up(
     context: typer.Context,
     workers: Annotated[int, typer.Option(min=1, help="How many workers.")] = 1,
     gpus: Annotated[str, typer.Option(help="A GPU for each worker: 0,1; or several: 0+1,2+3.")] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of Redis, on 127.0.0.1; 0 picks a free one.")] = 6379,
+    on: On = "host",
+    template: Template = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, help="Of Redis, on 127.0.0.1, with --on slurm on all addresses; 0 picks a free one."
+        ),
+    ] = 6379,
     directory: Annotated[Path | None, typer.Option(help="Keep Redis' data here, with an append-only file.")] = None,
     exporter_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Of the metrics, on 127.0.0.1; 0 picks a free one.")
@@ -106,7 +113,7 @@ def _up(
     json: Annotated[bool, typer.Option("--json", help="Print where everything is as one line of JSON.")] = False,
     log_level: LogLevel = "info",
 ) -> None:
-    """Run a whole pool on this machine until Ctrl-C. Further flags are those of `rolloutmq worker`.
+    """Run a whole pool until Ctrl-C. Further flags are those of `rolloutmq worker`.
 
     \b
     rolloutmq up --model Qwen/Qwen3-0.6B --workers 2
@@ -118,71 +125,32 @@ def _up(
     if directory is not None:
         check_out("--directory", directory, folder=True)
     log_to_stderr(log_level)
-    free = places(workers, _entries(gpus))
-    command, leave_s = _worker_command(context.args, DEFAULT_URL, pool, workers)
-    saved = directory is not None
+    free = places(workers, entries(gpus, on))
+    started = workers_of(context.args, DEFAULT_URL, pool, workers, on=on, template=template)
+    saved, host = directory is not None, None if on == "host" else socket.gethostname()
     with (
-        _folder(logs) as folder,
-        EmbeddedRedis(port=port or None, directory=directory, appendonly=saved) as server,
+        folder_of(logs) as folder,
+        EmbeddedRedis(port=port or None, host=host, directory=directory, appendonly=saved) as server,
         _metrics(server.url, pool, exporter_port) as (exporter, metrics),
     ):
         gateway = _gateway_command(gateway_port, folder)
-        found = {"redis": server.url, "openai": gateway.where, "metrics": metrics, "logs": str(folder)}
-        lines = [f"{name:8} {where}" for name, where in found.items()]
+        file = _saved(server.url, folder) if host is not None else None
+        where = {"redis": server.url} if file is None else {"redis URL": str(file)}
+        found = where | {"openai": gateway.where, "metrics": metrics, "logs": str(folder)}
+        lines = [f"{name:9} {where}" for name, where in found.items()]
         jobs = "; jobs are kept" if saved else " and deletes the jobs"
         say(found, [*lines, f"starting {workers} of `rolloutmq worker`; Ctrl-C ends everything{jobs}"], json)
-        means = _means(command, folder, server.url, pool, leave_s=leave_s)
+        means = started.means(folder, server.url, pool)
         settings = ScaleSettings(workers, workers)
 
-        async def beside(scaler: LocalScaler) -> None:
-            lines = [] if json else _ready_lines(workers, server.url, gateway.where)
+        async def beside(scaler: Scaler) -> None:
+            lines = (
+                [] if json else _ready_lines(workers, server.url if file is None else f"$(cat {file})", gateway.where)
+            )
             async with gateway.running({"ROLLOUTMQ_REDIS": server.url, "ROLLOUTMQ_POOL": pool}):
                 await _ready(scaler, exporter, lines, server)
 
         asyncio.run(_scale_until_stopped(server.url, pool, settings, means, free, beside))
-
-
-def _entries(gpus: str) -> list[str]:
-    return [one.strip() for one in gpus.split(",")] if gpus else []
-
-
-def _worker_command(flags: Sequence[str], redis: str, pool: str, workers: int) -> tuple[list[str], float]:
-    """The command of one worker, and the seconds in which it ends when it is told to.
-
-    Raises what `rolloutmq worker` would raise for these flags, before any is started.
-    """
-    from ...messages.errors import ConfigError
-    from ...worker.main import check_model
-    from ..config import load_settings
-    from .main import load
-
-    context = load("worker").make_context("worker", [*flags, "--redis", redis, "--pool", pool])
-    settings = load_settings(context.params["config"], context=context)
-    check_model(settings.engine().model)
-    if settings.worker().metrics_port and workers > 1:
-        raise ConfigError(f"metrics_port={settings.worker().metrics_port}: 0, so that each worker takes a free one")
-    return [sys.executable, "-m", "rolloutmq.ops.entry", "worker", *flags], settings.worker().drain_s + ENDS_S
-
-
-@contextmanager
-def _folder(logs: Path | None) -> Iterator[Path]:
-    """The folder of the workers' logs. A temporary one is deleted in the end."""
-    if logs is None:
-        with tempfile.TemporaryDirectory(prefix="rolloutmq-workers-") as folder:
-            yield Path(folder)
-        return
-    from ..files import check_out
-
-    check_out("--logs", logs, folder=True)
-    logs.mkdir(parents=True, exist_ok=True)
-    yield logs
-
-
-def _means(command: Sequence[str], folder: Path, redis: str, pool: str, **more: float) -> Means:
-    from ..scale import Means
-
-    # In the environment, where the URL's password is not in the list of processes.
-    return Means(command, {"ROLLOUTMQ_REDIS": redis, "ROLLOUTMQ_POOL": pool}, folder, **more)
 
 
 async def _scale_until_stopped(
@@ -191,19 +159,19 @@ async def _scale_until_stopped(
     settings: ScaleSettings,
     means: Means,
     free: list[Place],
-    beside: Callable[[LocalScaler], Coroutine[Any, Any, None]] | None = None,
+    beside: Callable[[Scaler], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
     """Scale until SIGTERM or SIGINT, and wait until the workers have left; a second signal kills them."""
     from redis.exceptions import RedisError
 
     from ..metrics import PoolWatch
     from ..redis import connected
-    from ..scale import LOCK_S, LocalScaler, ScalerLock
+    from ..scale import LOCK_S, Scaler, ScalerLock
 
     async with connected(redis_url, pool) as redis:
         lock = ScalerLock(redis, pool, max(LOCK_S, 3 * means.every_s))
         await lock.take()
-        scaler = LocalScaler(settings, means, free, PoolWatch(redis, pool), lock)
+        scaler = Scaler(settings, means, free, PoolWatch(redis, pool), lock)
         scaling = asyncio.create_task(scaler.run())
         told = asyncio.create_task(beside(scaler)) if beside is not None else None
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -325,16 +293,25 @@ def _gateway_command(port: int, folder: Path) -> _Beside:
     return _Beside(f"http://127.0.0.1:{port}/v1", leaving_with_this(command, GATEWAY_LEAVES_S), folder / "gateway.log")
 
 
+def _saved(url: str, folder: Path) -> Path:
+    """The file of the URL, which has a password."""
+    file = folder.absolute() / "redis-url"
+    with open(file, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
+        out.write(url)
+    return file
+
+
 def _ready_lines(workers: int, url: str, gateway: str) -> Iterator[str]:
     yield f"ready: {workers} serve. In another terminal:"
-    yield f'  rolloutmq generate "Once upon a time" --redis {url}'
-    yield f"  rolloutmq top --redis {url}"
-    yield f'In Python: BlockingRolloutClient("{url}"), as in examples/trainer.py'
+    yield f"  export ROLLOUTMQ_REDIS={url}"
+    yield '  rolloutmq generate "Once upon a time"'
+    yield "  rolloutmq top"
+    yield 'In Python: BlockingRolloutClient(os.environ["ROLLOUTMQ_REDIS"]), as in examples/trainer.py'
     if gateway.startswith("http"):
         yield f'           OpenAI(base_url="{gateway}", api_key="none"), as in examples/agent_openai.py'
 
 
-async def _ready(scaler: LocalScaler, exporter: Exporter | None, lines: Iterable[str], server: EmbeddedRedis) -> None:
+async def _ready(scaler: Scaler, exporter: Exporter | None, lines: Iterable[str], server: EmbeddedRedis) -> None:
     """Look at the pool for the metrics; when the workers serve, say how to use them.
 
     Raises ConfigError when the server has ended.

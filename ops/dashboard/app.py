@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from redis.exceptions import RedisError
 from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as Http
 from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from ...messages.errors import ConfigError, RolloutMQError
+from ...messages.errors import ConfigError
 from ...messages.redis import PoolRedis
-from ..http import HttpLimits, Refused, refusal
+from ..http import HttpLimits, Refused, error_handlers
 from ..journal import TextOf
 from .history import History
 from .hub import MOST_VIEWERS, as_json
@@ -174,9 +172,8 @@ def recorded_application(history: History, rollouts: Rollouts, host: str) -> Sta
     async def requeue(_: Http) -> Response:
         raise Refused(403, "read_only", "A recorded run is only shown.")
 
-    state, rows, rollout = (
-        partial(asyncio.to_thread, ask) for ask in (history.state, partial(_rows, history), rollouts.one)
-    )
+    asks: tuple[Callable[..., Any], ...] = (history.state, partial(_rows, history), rollouts.one)
+    state, rows, rollout = (partial(asyncio.to_thread, ask) for ask in asks)
     return _application(host, (state, rows, rollout), [Route("/requeue", requeue, methods=["POST"])], None)
 
 
@@ -208,20 +205,8 @@ def _application(
 
     ours = {"/": index, "/health": health, "/state": state, "/rollouts": rows, "/rollout/{job_id}": rollout}
     routes = [Mount("/page", StaticFiles(directory=PAGE)), *(Route(path, it) for path, it in ours.items()), *more]
-    kinds = (RolloutMQError, RedisError, OSError, TimeoutError, HTTPException)
-    handlers: dict[Any, Any] = {**dict.fromkeys(kinds, _answered), Exception: refusal}
     shield = Middleware(Shield, hosts=LOOPBACK if host in LOOPBACK else None)
-    return Starlette(routes=routes, middleware=[shield], lifespan=lifespan, exception_handlers=handlers)
-
-
-async def _answered(_: Http, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        error = Refused(error.status_code, "no_such_route", str(error.detail), headers=error.headers)
-    elif isinstance(error, RedisError | OSError | TimeoutError):
-        error = Refused(503, "service_unavailable", "The pool's Redis does not answer.", retry_after_s=1)
-    elif not isinstance(error, Refused):
-        error = Refused(400, "invalid_request", str(error))
-    return error.response
+    return Starlette(routes=routes, middleware=[shield], lifespan=lifespan, exception_handlers=error_handlers())
 
 
 async def _asked_group(http: Http, token: str | None) -> str:

@@ -13,7 +13,7 @@ async def server_info(control: Control, tenant: Tenant) -> dict[str, Any]:
     """The answer of /server_info: SGLang's arguments of the pool's workers, and `vllm_config`."""
     pool = await control.pool(tenant)
     model = await pool.facts.model()
-    load = await control.load(tenant)
+    version = str((await pool.facts.read(0.0)).committed)
     # One rank takes part in a trainer's broadcasts, however many GPUs there are: see `world_size`.
     parallel = {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": 1}
     sglang: dict[str, Any] = {"model_path": model.path, "served_model_name": model.name, "tokenizer_path": model.path}
@@ -23,7 +23,7 @@ async def server_info(control: Control, tenant: Tenant) -> dict[str, Any]:
     about = {"model": model.path, "dtype": "torch.bfloat16", "max_model_len": model.context}
     vllm = {"model_config": about, "parallel_config": parallel, "lora_config": lora}
     vllm |= {"weight_transfer_config": {"backend": "nccl"}}
-    return sglang | {"internal_states": [{"weight_version": str(load.version)}], "vllm_config": vllm}
+    return sglang | {"internal_states": [{"weight_version": version}], "vllm_config": vllm}
 
 
 async def model_info(control: Control, tenant: Tenant) -> dict[str, Any]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-from redis.exceptions import RedisError
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as Http
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...messages.errors import RolloutMQError
-from ..http import Refused, refusal
+from ..http import error_handlers
 from .call import ClientGone
 from .control import Control
 from .door import as_json
@@ -68,10 +64,8 @@ def application(gateway: Gateway) -> Starlette:
         *VLLMDoor(gateway, control).routes(),
         *(Route(f"/{name}", blocked, methods=["POST"]) for name in BLOCKED),
     ]
-    ours = (RolloutMQError, RedisError, OSError, TimeoutError, HTTPException, ClientGone)
-    handlers: dict[Any, Any] = {**dict.fromkeys(ours, _answered), Exception: refusal}
-    keyed = [Middleware(KeyInPath)]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=keyed)
+    handlers = error_handlers(told) | {ClientGone: _gone}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=[Middleware(KeyInPath)])
 
 
 class KeyInPath:
@@ -90,9 +84,5 @@ class KeyInPath:
         await self._app(scope, receive, send)
 
 
-async def _answered(_: Http, error: Exception) -> Response:
-    if isinstance(error, ClientGone):
-        return Response(status_code=GONE)
-    if isinstance(error, HTTPException):
-        error = Refused(error.status_code, "no_such_route", f"{error.detail}: see /openapi.json", headers=error.headers)
-    return told(error).response
+async def _gone(_: Http, __: Exception) -> Response:
+    return Response(status_code=GONE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from .requests import id_of
 from .tenants import Tenant
 from .weights import Weights, below
 
+log = logging.getLogger(__name__)
 END_S = 30.0
 """A request that was told to end has, after so many seconds; or its worker is gone, and another one ends it."""
 LOOK_S = 0.2
@@ -39,7 +41,6 @@ class Load:
     capacity: int
     slots: int
     rate: float
-    version: int
 
 
 class Control:
@@ -119,16 +120,21 @@ class Control:
             capacity=sum(it.kv_tokens for it in reading.alive),
             slots=sum(it.max_running for it in reading.alive),
             rate=sum(it.tokens_per_s for it in reading.alive),
-            version=reading.committed,
         )
 
-    async def flush(self, tenant: Tenant) -> None:
-        """Drop cached prefixes. In a shared pool nothing is dropped: others', and none of older weights, are used."""
-        if self.gateway.owns(tenant):
-            await self.end(tenant)
-            pool = await self.pool(tenant)
-            async with PoolControl(self.gateway.settings.redis, pool.pool) as control:
-                (await control.flush_cache()).check()
+    async def flush(self, tenant: Tenant) -> dict[str, Any]:
+        """Drop cached prefixes; the answer. In a shared pool they stay, which the answer says.
+
+        Not by a status: slime, miles, TRL and SkyRL flush at each update, and end where that is no 200.
+        """
+        if not self.gateway.owns(tenant):
+            log.info("tenant %s: nothing was flushed, it shares its pool", tenant.name)
+            text = "Nothing was dropped: others share this pool. Prefixes of older weights are never used."
+            return {"success": True, "flushed": False, "message": text}
+        await self.end(tenant)
+        async with PoolControl(self.gateway.settings.redis, (await self.pool(tenant)).pool) as control:
+            (await control.flush_cache()).check()
+        return {"success": True, "flushed": True, "message": "All cached prefixes were dropped."}
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -163,11 +169,11 @@ class Control:
         """Receive tensors, in SkyRL's forms; `end` and `resume` serve them. Raises InvalidField, TransferTimeout."""
         await (await self._own(tenant)).receive(update, number(said))
 
-    async def end(self, tenant: Tenant, said: Any = None) -> None:
-        """Serve what weights were received. said: what the trainer calls them."""
+    async def end(self, tenant: Tenant, said: Any = None) -> int:
+        """Serve what weights were received; returns the newest version. said: what the trainer calls them."""
         weights = await self._own(tenant)
         with self._told():
-            await weights.end(number(said))
+            return await weights.end(number(said))
 
     async def load_adapter(self, tenant: Tenant, name: Any, path: Any) -> None:
         """Serve a folder's adapter under this name, to this tenant alone where it shares the pool.
@@ -198,6 +204,12 @@ class Control:
 
     def _root(self, tenant: Tenant) -> Any:
         return tenant.weights_from or self.gateway.settings.weights_from
+
+
+def served(version: int) -> dict[str, Any]:
+    """The answer to an update: the pool's version, whatever the trainer calls it. All later answers say it, too."""
+    text = f"The pool serves version {version}."
+    return {"success": True, "message": text, "weight_version": str(version), "new_version": str(version)}
 
 
 def number(said: Any) -> int | None:

@@ -31,7 +31,7 @@ from ...producer.openai import (
     stream_chunks,
     switch,
 )
-from ..http import Refused
+from ..http import Refused, refused_of
 from .call import Call, body_of, read_call
 from .errors import told
 from .gateway import OWNER, Gateway
@@ -155,8 +155,7 @@ class Door:
         said = given.get("model")
         if said is not None and not isinstance(said, str):
             raise InvalidField("model", said, "a text")
-        pool = await self.gateway.of(call.tenant, said)
-        model, adapters = await pool.facts.model(), await self.gateway.adapters(pool, call.tenant)
+        pool, model, adapters = await self.gateway.serving(call.tenant, said)
         body = given | {"model": model.name if said is None else said, "session_id": call.session}
         check_template(body)
         if type(body.get("seed")) is int and not await pool.facts.honours("seed"):
@@ -189,7 +188,7 @@ class Door:
                 async for chunk in form.stream(call, request, sound(), await decoding(pool)):
                     yield event(orjson.dumps(chunk))
             except (RolloutMQError, RedisError, OSError, TimeoutError) as error:
-                yield event(bytes(told(error).response.body))
+                yield event(bytes(refused_of(error, told).response.body))
             await self.gateway.quotas.told(call.tenant)
             yield event(b"[DONE]")
             await pool.delivered(call)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from redis.exceptions import RedisError
-
 from ...messages.errors import RequestRefused, RolloutMQError, TurnRefused
 from ...producer.openai import error_of
 from ..http import Refused
@@ -14,10 +12,8 @@ NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients send a 409 again, unless they are told not to."""
 
 
-def told(error: Exception) -> Refused:
-    """What the client is told of an error. Errors that nobody raises on purpose are bugs, and only the log has them."""
-    if isinstance(error, Refused):
-        return error
+def told(error: RolloutMQError) -> Refused:
+    """What the client is told of an error that is no Refused."""
     if isinstance(error, KeyReused):
         return Refused(422, "idempotency_key_reused", str(error), param=error.field, headers=NO_RETRY)
     if isinstance(error, TurnRefused):
@@ -26,10 +22,6 @@ def told(error: Exception) -> Refused:
         return Refused(503 if later else 409, f"session_{error.reason}", str(error), **again)
     if isinstance(error, RequestRefused):
         return Refused(400, "invalid_request_error", str(error))
-    if isinstance(error, RolloutMQError):
-        found = error_of(error)["error"]
-        wait = 1 if found["code"] in {429, 503} else None
-        return Refused(found["code"], found["type"], found["message"], param=found["param"], retry_after_s=wait)
-    if isinstance(error, RedisError | OSError | TimeoutError):
-        return Refused(503, "service_unavailable", "The pool's Redis does not answer.", retry_after_s=1)
-    raise error
+    found = error_of(error)["error"]
+    wait = 1 if found["code"] in {429, 503} else None
+    return Refused(found["code"], found["type"], found["message"], param=found["param"], retry_after_s=wait)

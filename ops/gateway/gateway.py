@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from ...messages.redis import connect
 from ..http import Refused
+from .facts import Model
 from .pool_gateway import PoolGateway
 from .quotas import Quotas
 from .settings import Settings
@@ -60,23 +61,25 @@ class Gateway:
         names = dict.fromkeys([*([tenant.pool] if tenant.pool is not None else []), *self.settings.pools])
         return [await self.pool(name) for name in names]
 
-    async def of(self, tenant: Tenant, model: str | None = None) -> PoolGateway:
-        """The pool that serves a model, or an adapter, to a tenant; without a model its first one.
+    async def of(self, tenant: Tenant) -> PoolGateway:
+        """A tenant's first pool. Raises RedisUnavailable."""
+        return (await self.pools_of(tenant))[0]
 
-        Raises Refused (404), and RedisUnavailable.
+    async def serving(self, tenant: Tenant, model: str | None) -> tuple[PoolGateway, Model, dict[str, str]]:
+        """The pool that serves a model, or an adapter, to a tenant, with its model and adapters (see `adapters`).
+
+        Without a model its first one. Raises Refused (404), and RedisUnavailable.
         """
-        pools = await self.pools_of(tenant)
-        if model is None:
-            return pools[0]
-        here: set[str] = set()
-        for pool in pools:
+        found = []
+        for pool in await self.pools_of(tenant):
             served, adapters = await pool.facts.model(), await self.adapters(pool, tenant)
-            if model in served.names or model in adapters or model.rpartition(":")[2] in adapters:
-                return pool
-            here |= {served.name, *adapters} - {""}
-        for pool in pools:
-            if not (await pool.facts.model()).path:  # no worker has said yet what it serves
-                return pool
+            if model is None or {model, model.rpartition(":")[2]} & adapters.keys() or model in served.names:
+                return pool, served, adapters
+            found.append((pool, served, adapters))
+        for one in found:
+            if not one[1].path:  # no worker has said yet what it serves
+                return one
+        here = {name for _, served, adapters in found for name in (served.name, *adapters)} - {""}
         text = f"The model {model!r} does not exist here: {', '.join(sorted(here))}."
         raise Refused(404, "model_not_found", text, param="model")
 

@@ -156,7 +156,7 @@ class OpenAIDoor(Door):
         """The pool that a body's model is in; the first one for a name that nobody knows."""
         said = call.body.get("model")
         try:
-            return await self.gateway.of(call.tenant, said if isinstance(said, str) else None)
+            return (await self.gateway.serving(call.tenant, said if isinstance(said, str) else None))[0]
         except Refused:
             return await self.gateway.of(call.tenant)
 

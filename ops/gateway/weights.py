@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ...producer.skyrl import SkyRLEngine
     from ...sync import WeightPublisher
 
+log = logging.getLogger(__name__)
 LOOK_S = 0.05
 
 
@@ -76,7 +78,8 @@ class Weights:
         return self._engine
 
     async def load(self, folder: Path, said: int | None) -> int:
-        """Publish a folder, and return its version: `said`, if that is above all others, else the next number.
+        """Publish a folder, and return its version: `said`, if that is above all others, else the next number, because
+        a trainer that goes on after a crash begins again where it was saved.
 
         Raises InvalidField, WeightSyncError.
         """
@@ -104,18 +107,20 @@ class Weights:
             await engine.update_named_weights(update)
             self._came = True
 
-    async def end(self, said: int | None = None) -> None:
-        """Publish what was received, if anything was. Raises WeightSyncError."""
+    async def end(self, said: int | None = None) -> int:
+        """Publish what was received, if anything was, and return the newest version. Raises WeightSyncError."""
         async with self._turn:
             if self._engine is not None and self._came:
                 self._came = False
                 await self._number(self._engine, self._said if said is None else said)  # it publishes, too
-                await self._facts.read(0.0)
+            return (await self._facts.read(0.0)).committed
 
     async def _number(self, engine: SkyRLEngine, said: int | None) -> int:
         last = self._publisher.last_version if self._publisher is not None else 0
         newest = max((await self._facts.read(0.0)).newest, last)
         version = said if said is not None and said > newest else newest + 1
+        if said not in {None, version}:
+            log.warning("pool %s: what its trainer calls version %d is version %d", self._pool, said, version)
         await engine.update_weight_version(version, abort_all_requests=False)
         return version
 

@@ -2,7 +2,7 @@
 
 from .guard import Guard
 from .protocol import HttpLimits
-from .refused import Refused, refusal
+from .refused import Refused, error_handlers, refused_of
 from .server import HttpServer, Tls
 
-__all__ = ["Guard", "HttpLimits", "HttpServer", "Refused", "Tls", "refusal"]
+__all__ = ["Guard", "HttpLimits", "HttpServer", "Refused", "Tls", "error_handlers", "refused_of"]

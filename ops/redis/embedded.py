@@ -1,4 +1,4 @@
-"""A private redis-server for laptops, CI, tests and the demo. Not for production: loopback only, no password."""
+"""A private redis-server for laptops, CI, tests and the demo. Not for production: no replica, and no TLS."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import os
 import random
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -33,6 +34,8 @@ JOB_RECORD_BYTES = "8192"
 class EmbeddedRedis:
     """A private redis-server: loopback and a unix socket only, nothing on disk unless `appendonly`, never evicting.
 
+    host: the name of this host for others. Then it listens on all addresses, and its URL has a password.
+
     With `appendonly` it flushes its append-only file before it answers (`appendfsync always`), so what was accepted
     survives a kill and a power cut. `config` can choose another level; docs/redis.md says what each one promises.
 
@@ -47,6 +50,7 @@ class EmbeddedRedis:
         self,
         *,
         port: int | None = None,
+        host: str | None = None,
         directory: str | os.PathLike[str] | None = None,
         appendonly: bool = False,
         config: Mapping[str, str] | None = None,
@@ -54,6 +58,7 @@ class EmbeddedRedis:
     ) -> None:
         self._fixed_port = port
         self._port = port
+        self._host, self._password = host, secrets.token_urlsafe() if host else ""
         self._directory = Path(directory).absolute() if directory is not None else None
         self._appendonly = appendonly
         self._config = dict(config or {})
@@ -70,6 +75,8 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
+        if self._host:
+            return f"redis://:{self._password}@{self._host}:{self.port}/0"
         return f"redis://{LOOPBACK}:{self.port}/0"
 
     @property
@@ -142,7 +149,7 @@ class EmbeddedRedis:
         data.mkdir(parents=True, exist_ok=True)
         self._socket.unlink(missing_ok=True)  # a killed server leaves it behind
         settings = {
-            "bind": LOOPBACK, "port": str(port), "protected-mode": "yes", "daemonize": "no",
+            "bind": "* -::*" if self._host else LOOPBACK, "port": str(port), "protected-mode": "yes", "daemonize": "no",
             "unixsocket": str(self._socket), "unixsocketperm": "700", "dir": str(data), "save": "",
             "appendonly": "yes" if self._appendonly else "no", "appendfsync": "always",
             "maxmemory-policy": "noeviction",
@@ -152,6 +159,9 @@ class EmbeddedRedis:
         values = {name: [value] for name, value in settings.items()}
         values |= {name: shlex.split(value) or [""] for name, value in self._config.items()}
         arguments = [word for name, words in values.items() for word in (f"--{name}", *words)]
+        if self._password:  # in a file, where the list of processes does not show it
+            (private / "redis.conf").write_text(f"requirepass {self._password}\n")
+            arguments = [str(private / "redis.conf"), *arguments]
         supervisor = [sys.executable, "-I", "-S", str(Path(__file__).with_name("parent_bound.py")), str(os.getpid())]
         log = private / "redis.log"
         # A session of its own: Ctrl-C in a terminal is for the program, which may still need its Redis to wind down.

@@ -1,24 +1,22 @@
-"""The local autoscaler: starts and drains worker processes on this host, as the policy says."""
+"""The scaler: starts and drains workers, here or in a cluster's queue, as the policy says."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
+import math
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 from redis.exceptions import RedisError
 
 from ...messages.errors import RolloutMQError
 from ...messages.model import WorkerStatus
+from .member import Member, Site
 from .places import FIRST_PAUSE_S, Place
 from .policy import Decision, History, PoolView, ScaleSettings, decide
-from .process import WorkerProcess
 from .scaler_lock import ScalerLock
 
 log = logging.getLogger(__name__)
@@ -44,21 +42,18 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """How workers are started. command: of one worker; it joins the pool of the watch. environment: beside this
-    process' own. folder: for their logs. every_s: seconds between two looks at the pool. ready_s: seconds in which a
+    """How workers are started. site: where. every_s: seconds between two looks at the pool. ready_s: seconds in which a
     worker has to serve; it counts as failed afterwards. leave_s: seconds in which a worker that drains has to end;
     afterwards it is killed. pause_s: before the first restart, then twice as long each time."""
 
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    folder: Path
+    site: Site
     every_s: float = 2.0
     ready_s: float = 1800.0
     leave_s: float = 90.0
     pause_s: float = FIRST_PAUSE_S
 
 
-class LocalScaler:
+class Scaler:
     """Keeps as many workers as the policy wants in its places; the bounds of the settings are those of its own workers.
 
     Workers of others count for the pool, and are left alone. A worker leaves by SIGTERM: it finishes what fits into its
@@ -68,7 +63,7 @@ class LocalScaler:
     def __init__(
         self, settings: ScaleSettings, means: Means, free: list[Place], watch: Watch, lock: ScalerLock
     ) -> None:
-        self.processes: list[WorkerProcess] = []
+        self.members: list[Member] = []
         self.decision = Decision(settings.least, "unknown", "")
         self.least_serve = asyncio.Event()
         """Set once as many as are always to run have served."""
@@ -76,11 +71,11 @@ class LocalScaler:
         """Whether all workers were told to leave."""
         self._settings, self._means, self._places, self._watch, self._lock = settings, means, free, watch, lock
         self._history = History()
-        self._ended_pids: set[int] = set()
+        self._gone: list[Member] = []
         self._crashes = 0
-        self._host = socket.gethostname()
         self._running: asyncio.Task[None] | None = None
         self._told_to_stop = False
+        self._trouble = ""
 
     async def run(self) -> None:
         """Scale until cancelled; then every worker is drained. Raises CrashLoop, and ConfigError if another scaler has
@@ -103,6 +98,8 @@ class LocalScaler:
 
     async def step(self) -> None:
         """Look once, and act on it."""
+        if not await self._look():
+            return
         view = await self._watch.look()
         self._kill_overdue()
         self._note_ended(pool_answers=view is not None)
@@ -124,36 +121,55 @@ class LocalScaler:
 
     # --- what there is ---------------------------------------------------------------------------------------------
 
-    def _present(self) -> list[WorkerProcess]:
-        return [one for one in self.processes if not one.leaving]
+    async def _look(self) -> bool:
+        """Whether the site answers. While it does not, nobody knows which workers there are, and nothing is changed."""
+        try:
+            await self._means.site.look()
+        except OSError as error:
+            if str(error) != self._trouble:
+                log.warning("nothing is changed: %s", error)
+            self._trouble = str(error)
+            return False
+        self._trouble = ""
+        for found in self._means.site.adopt(self._free()):
+            self.members.append(found)
+            if self.draining:
+                found.drain(self._means.leave_s)
+        return True
 
-    def _status(self, process: WorkerProcess) -> WorkerStatus | None:
-        mine = (one for one in self._watch.workers if one.host == self._host and one.pid == process.pid)
-        return next(mine, None)
+    def _present(self) -> list[Member]:
+        return [one for one in self.members if not one.leaving]
+
+    def _status(self, member: Member) -> WorkerStatus | None:
+        return next((one for one in self._watch.workers if member.has(one)), None)
 
     def _note_serving(self) -> None:
         now = time.monotonic()
-        for process in self._present():
-            status = self._status(process)
-            if process.served_at is None and status is not None and status.state in SERVES:
-                process.served_at, self._crashes = now, 0
-                log.info("worker-%d serves, %.1f s after its start", process.place.number, now - process.started_at)
-            elif process.served_at is not None and now - process.served_at > HEALTHY_S:
-                process.place.failures = 0
-            elif process.served_at is None and now - process.started_at > self._means.ready_s:
-                process.too_late = True
-                process.kill()
+        for member in self._present():
+            status = self._status(member)
+            if member.served_at is None and status is not None and status.state in SERVES:
+                member.served_at, self._crashes = now, 0
+                log.info("%s serves, %.1f s after its start", member.name, now - member.started_at)
+            elif member.served_at is not None and now - member.served_at > HEALTHY_S:
+                member.place.failures = 0
+            elif member.served_at is None and now - member.started_at > self._means.ready_s:
+                member.too_late = True
+                member.kill()
         if sum(one.served_at is not None for one in self._present()) >= self._settings.least:
             self.least_serve.set()
 
     def _with_own(self, view: PoolView) -> PoolView:
         """The pool as this host knows it better: workers that have not joined yet, and those that are gone or leave and
         were seen to serve."""
-        gone = self._ended_pids | {one.pid for one in self.processes if one.leaving}
-        mine = [it for it in self._watch.workers if it.host == self._host]
-        self._ended_pids &= {it.pid for it in mine}
-        lost = [it for it in mine if it.pid in gone and it.state in SERVES]
-        starting = sum(self._status(one) is None for one in self._present())
+        present, workers = self._present(), self._watch.workers
+        self._gone = [one for one in self._gone if any(map(one.has, workers))]
+        away = [*self._gone, *(one for one in self.members if one.leaving)]
+        lost = [
+            it
+            for it in workers
+            if it.state in SERVES and any(one.has(it) for one in away) and not any(one.has(it) for one in present)
+        ]
+        starting = sum(self._status(one) is None for one in present)
         return replace(
             view,
             serving=max(0, view.serving - len(lost)),
@@ -164,21 +180,20 @@ class LocalScaler:
         )
 
     def _note_ended(self, pool_answers: bool) -> None:
-        """Forget processes that have ended; those that were not to end have failed."""
-        for process in [one for one in self.processes if one.exit_code is not None]:
-            self.processes.remove(process)
-            self._ended_pids.add(process.pid)
-            name = f"worker-{process.place.number}"
-            if process.leaving:
-                log.info("%s has left, %s", name, process.how_it_ended())
+        """Forget workers that have ended; those that were not to end have failed, or were taken away."""
+        for member in [one for one in self.members if one.ended.done()]:
+            self.members.remove(member)
+            self._gone.append(member)
+            if member.leaving or not (member.failed or member.too_late):
+                log.info("%s has left, it %s", member.name, member.how_it_ended())
                 continue
-            how = f"did not serve within {self._means.ready_s:g} s" if process.too_late else process.how_it_ended()
+            how = f"did not serve within {self._means.ready_s:g} s" if member.too_late else member.how_it_ended()
             if not pool_answers:  # without Redis every worker ends
-                log.warning("%s %s while Redis does not answer", name, how)
+                log.warning("%s %s while Redis does not answer", member.name, how)
                 continue
-            if process.served_at is not None:
+            if member.served_at is not None:
                 self._crashes = 0
-            self._note_failed(process.place, how, process.last_lines())
+            self._note_failed(member.place, how, member.last_lines())
 
     def _note_failed(self, place: Place, how: str, last: str) -> None:
         """Nothing starts in this place for a while. Raises CrashLoop."""
@@ -195,53 +210,57 @@ class LocalScaler:
 
     async def _become(self, wanted: int) -> None:
         present, now = self._present(), time.monotonic()
-        taken = {one.place.number for one in self.processes}
-        free = [one for one in self._places if one.number not in taken and not one.given_up and one.not_before <= now]
+        free = [one for one in self._free() if not one.given_up and one.not_before <= now]
         for place in sorted(free, key=lambda one: one.failures)[: max(0, wanted - len(present))]:
             log.info("worker-%d starts", place.number)
-            means = self._means
             try:
-                started = await WorkerProcess.start(
-                    place, means.command, means.environment, means.folder, means.leave_s
-                )
+                self.members.append(await self._means.site.start(place, self._means.leave_s))
             except OSError as error:  # a full disk, no more processes: those that run go on
                 self._note_failed(place, f"cannot be started: {error}", "")
-                continue
-            self._ended_pids.discard(started.pid)
-            self.processes.append(started)
-        for process in sorted(present, key=self._in_flight)[: max(0, len(present) - wanted)]:
-            log.info("worker-%d drains: it has %d samples", process.place.number, self._in_flight(process))
-            process.drain(self._means.leave_s)
+        for member in sorted(present, key=self._cost)[: max(0, len(present) - wanted)]:
+            log.info("%s drains: it has %d samples", member.name, self._in_flight(member))
+            member.drain(self._means.leave_s)
 
-    def _in_flight(self, process: WorkerProcess) -> int:
-        status = self._status(process)
+    def _free(self) -> list[Place]:
+        """The places where no worker is."""
+        taken = {one.place.number for one in self.members}
+        return [one for one in self._places if one.number not in taken]
+
+    def _cost(self, member: Member) -> tuple[bool, int]:
+        """Whoever still waits for a machine leaves first, then whoever has the least in flight."""
+        return math.isfinite(member.started_at), self._in_flight(member)
+
+    def _in_flight(self, member: Member) -> int:
+        status = self._status(member)
         return status.held if status is not None else 0
 
     async def _pause(self) -> None:
         """Until the next look is due, or a worker has ended."""
-        ended = [one.ended for one in self.processes]
+        ended = [one.ended for one in self.members]
         if ended:
             await asyncio.wait(ended, timeout=self._means.every_s, return_when=asyncio.FIRST_COMPLETED)
         else:
             await asyncio.sleep(self._means.every_s)
 
     def _kill_overdue(self) -> None:
-        for process in self.processes:
-            if process.exit_code is None and time.monotonic() > process.leave_by:
-                log.warning("worker-%d hangs: it has not left in %g s", process.place.number, self._means.leave_s)
-                process.kill()
+        for member in self.members:
+            if not member.ended.done() and time.monotonic() > member.leave_by:
+                log.warning("%s hangs: it has not left in %g s", member.name, self._means.leave_s)
+                member.kill()
 
     async def _drain_all(self) -> None:
         self.draining = True
-        for process in self.processes:
-            if process.exit_code is None:
-                process.drain(self._means.leave_s)
-        if self.processes:
+        await self._look()  # a start may have been cut short that has begun all the same
+        for member in self.members:
+            if not member.ended.done():
+                member.drain(self._means.leave_s)
+        if self.members:
             told = "waiting until %d workers have left, %g s at most; a second Ctrl-C or SIGTERM kills them"
-            log.info(told, len(self.processes), self._means.leave_s)
-        while waiting := [one.ended for one in self.processes if not one.ended.done()]:
+            log.info(told, len(self.members), self._means.leave_s)
+        while waiting := [one.ended for one in self.members if not one.ended.done()]:
             await asyncio.wait(waiting, timeout=self._means.every_s)
             self._kill_overdue()
+            await self._look()
             # Until they have left, another scaler would start its workers on the same GPUs.
             with suppress(RedisError, OSError, TimeoutError, RolloutMQError):
                 async with asyncio.timeout(1.0):
@@ -249,5 +268,5 @@ class LocalScaler:
 
     def kill_all(self) -> None:
         """For whoever does not want to wait until the workers have drained."""
-        for process in self.processes:
-            process.kill()
+        for member in self.members:
+            member.kill()

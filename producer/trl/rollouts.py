@@ -9,10 +9,11 @@ from typing import Any, Unpack
 import torch
 
 from ...messages.errors import InvalidField
-from ...messages.model import GenerateJob, RolloutResult
+from ...messages.model import GenerateJob, MemoryTag, RolloutResult
 from ...sync.transfer import SyncOptions
 from ..blocking import BlockingRolloutClient
 from ..training import seed_of
+from .colocated import Colocated
 from .turns import sampling_of
 from .weights import PoolWeightTransfer, bare, named_weights
 
@@ -35,8 +36,12 @@ class PoolRollouts:
     reproducible: the same run has the same samples, whatever happens to the pool. Step k samples with version k + 1 and
     with seeds of its own, on deterministic workers. A trainer that is killed has to save a checkpoint after each step.
 
+    colocated: memory of a GPU that trainer and workers share: all workers of the pool give it up while the trainer's
+    models compute ("kv_cache", "cuda_graph", "weights"; docs/recipes.md). `close` wakes them.
+
     The other arguments are those of PoolWeightTransfer. A call raises InvalidField for prompts with images, JobFailed
-    for a completion that no worker can generate, and what PoolWeightTransfer raises.
+    for a completion that no worker can generate, and what PoolWeightTransfer raises. With `colocated` it raises
+    CommandFailed if a worker does not wake, and so does the trainer's model if one does not sleep.
     """
 
     def __init__(
@@ -46,11 +51,12 @@ class PoolRollouts:
         *,
         adapter: str | None = None,
         reproducible: bool = False,
+        colocated: Sequence[MemoryTag] = (),
         **settings: Unpack[SyncOptions],
     ) -> None:
         if reproducible and adapter is not None:
             raise InvalidField("adapter", adapter, "None in a reproducible run: no job asks for one adapter's version")
-        self._reproducible = reproducible
+        self._reproducible, self._shared = reproducible, Colocated(colocated)
         self._asked = (-1, 0)  # step, and how many prompts of it were asked for
         self.weights = PoolWeightTransfer(redis_url, pool, adapter=adapter, **settings)
         self._client: BlockingRolloutClient | None = None
@@ -69,7 +75,8 @@ class PoolRollouts:
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
     def close(self) -> None:
-        """Disconnect. Safe to call twice; the next call connects again and sends the weights."""
+        """Wake the workers and disconnect. Safe to call twice; the next call connects again and sends the weights."""
+        self._shared.close()
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -92,6 +99,7 @@ class PoolRollouts:
     def sync_weights(self) -> None:
         """Publish the trainer's weights. Every rank calls it."""
         self._connect()
+        self._shared.wake("weights")
         model = bare(self._trainer.accelerator.unwrap_model(self._trainer.model))
         self.weights.model = model
         merge = hasattr(model, "merge_adapter") and self.weights.adapter is None
@@ -101,6 +109,8 @@ class PoolRollouts:
             if self._trainer.accelerator.is_main_process:
                 version = self._trainer.state.global_step + 1 if self._reproducible else None
                 self.weights.send_weights(named_weights(model), version)
+                if self._shared.tags:
+                    self.weights.arrive()  # what the transfer takes is free before the KV cache takes it
             else:
                 for _ in named_weights(model):  # the gathers of sharded parameters need every rank
                     pass
@@ -119,6 +129,7 @@ class PoolRollouts:
         if images is not None and any(images):
             raise InvalidField("images", len(images), "none: the pool's TRL adapter has no images")
         client = self._connect()
+        self._shared.wake()
         least = "min_version" if self.weights.adapter is None else "min_adapter_version"
         bounds: dict[str, Any] = self._fields | {least: self._version}
         jobs = [
@@ -157,6 +168,7 @@ class PoolRollouts:
             if self._trainer.accelerator.is_main_process:
                 self.weights.init_weight_transfer()
             self._client = BlockingRolloutClient(self.weights.redis_url, self.weights.pool)
+            self._shared.attach(self._trainer, self._client.control)
         return self._client
 
 

@@ -122,6 +122,11 @@ class PoolWeightTransfer:
             self.first_version = version
             handle.committed(COMMIT_S)
 
+    def arrive(self) -> None:
+        """Wait until the newest version is served, or is known to have failed. Raises WaitTimeout."""
+        if self._last is not None:
+            self._last.wait(COMMIT_S)
+
     def destroy(self) -> None:
         """Finish what was sent and disconnect. `init_weight_transfer` connects again."""
         publisher, self._publisher = self._publisher, None

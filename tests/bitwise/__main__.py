@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import importlib
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from support.engines.forking import install
 
+from benchmarks.harness import host
 from rolloutmq.ops.tiny_model import write_tiny_model
 
 from .faults import drawn, strike
@@ -66,10 +68,11 @@ def main() -> int:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     install()  # what is imported once, before the proxies have anything to do
-    found = []
+    found: list[dict[str, Any]] = []
+    report = {"programs": found, "host": host(), "command": "python -m bitwise " + shlex.join(sys.argv[1:])}
     for program in given.programs.split(","):
         found.append(asyncio.run(compare(program, given.out, given.steps, given.runs, given.seed)))
-        (given.out / "report.json").write_text(json.dumps(found, indent=1))
+        (given.out / "report.json").write_text(json.dumps(report, indent=1))
         print(f"{program}: {found[-1]['same']} of {given.runs} runs with faults are the undisturbed one, bit for bit")
     return int(any(it["same"] < it["runs"] for it in found))
 

@@ -1,7 +1,8 @@
 """A gateway as a process, which others take for dead sooner than usual.
 
-    python -m chaos.gateway_process REDIS_URL
+    python -m chaos.gateway_process REDIS_URL [KEYS]
 
+KEYS: the file of tenants; who sends no key is the tenant `default` of it.
 On stdout a line of JSON each: {"port": where it listens}, {"client": id} for each client that it opens.
 """
 
@@ -13,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from .worker_process import PR_SET_PDEATHSIG, tell
@@ -38,7 +40,9 @@ def main() -> None:
 
     pool_gateway.Gateways = Quick  # type: ignore[attr-defined]
     logging.basicConfig(level=logging.INFO, format=f"{os.getpid()} %(relativeCreated)d %(message)s", stream=sys.stderr)
-    app = application(Gateway(Settings(sys.argv[1], [POOL])))
+    url, *keys = sys.argv[1:]
+    tenants = {"keys": Path(keys[0]), "tenant": "default"} if keys else {}
+    app = application(Gateway(Settings(url, [POOL], **tenants)))
     server = HttpServer(app, "127.0.0.1", 0, limits=HttpLimits(drain_notice_s=0.0, drain_s=20))
     tell(port=server.port)
     asyncio.run(server.serve())

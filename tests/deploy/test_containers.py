@@ -1,4 +1,4 @@
-"""deploy/containers: Dockerfiles and the Compose file, as far as they can be checked without Docker."""
+"""deploy/containers: recipes and lock files of the images, and the Compose file, as far as reading shows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import re
 import shlex
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from jsonschema import Draft201909Validator
+from packaging.requirements import Requirement
 from support.command_line import parse
 from support.manifests import DEPLOY, ROOT
 from support.redis.deployments import free_port, soon
@@ -26,7 +28,7 @@ FOLDER = DEPLOY / "containers"
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-DOCKERFILES = sorted(FOLDER.glob("*.Dockerfile"))
+CONTAINERFILES = sorted(FOLDER.glob("*.Containerfile"))
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:
@@ -39,11 +41,9 @@ def last(dockerfile: Path, name: str) -> str:
     return [rest for word, rest in instructions(dockerfile) if word == name][-1]
 
 
-@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_installs_what_there_is_and_runs_as_nobody_special(dockerfile: Path) -> None:
+@pytest.mark.parametrize("dockerfile", CONTAINERFILES, ids=lambda path: path.name)
+def test_an_image_runs_as_nobody_special(dockerfile: Path) -> None:
     installs = " ".join(rest for word, rest in instructions(dockerfile) if word == "RUN")
-    (extras,) = re.findall(r"'/src\[([\w,]+)\]'", installs)
-    assert set(extras.split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
     uid = re.search(r"--uid (\d+)", installs)
     assert uid
     assert last(dockerfile, "USER") == f"{uid[1]}:{uid[1]}" != "0:0"
@@ -54,6 +54,58 @@ def test_an_image_installs_what_there_is_and_runs_as_nobody_special(dockerfile: 
     command = json.loads(last(dockerfile, "CMD"))
     if command != ["--help"]:
         parse(command)
+
+
+@pytest.mark.parametrize("dockerfile", CONTAINERFILES, ids=lambda path: path.name)
+def test_a_change_of_the_source_leaves_the_dependencies_layer(dockerfile: Path) -> None:
+    """They come from a lock file alone; the source comes behind them, and brings nothing."""
+    steps = [rest for word, rest in instructions(dockerfile) if word in {"COPY", "RUN"}]
+    source = steps.index(". /src")
+    (locked,) = [number for number, step in enumerate(steps) if " -r " in step]
+    assert locked < source
+    assert any(step.startswith("requirements/") for step in steps[:locked])
+    for step in (steps[locked], *steps[source + 1 :]):
+        assert "install" not in step or "--no-deps" in step
+
+
+@pytest.mark.parametrize("kind", ["client", "worker", "worker-cpu"])
+def test_a_lock_file_has_all_that_the_package_asks_for(kind: str) -> None:
+    """Each dependency of the extras, in a version that the package allows; with hashes where it was resolved."""
+    lock = ROOT / "requirements" / f"image-{kind}.txt"
+    pinned = pins(lock)
+    extras = {"client": "cli,metrics,text,journal,otel"}.get(kind, "sglang,metrics,journal,otel").split(",")
+    if kind != "worker-cpu":
+        text = lock.read_text()
+        assert all(f"--extra {extra}" in text for extra in extras)
+        assert text.count("==") <= text.count("--hash=sha256:")
+    for asked in wanted(extras):
+        assert asked.name.lower().replace("_", "-") in pinned, asked
+        assert any(asked.specifier.contains(one) for one in pinned[asked.name.lower().replace("_", "-")]), asked
+
+
+def pins(lock: Path) -> dict[str, list[str]]:
+    """Package -> versions; those of files that it includes, too."""
+    found: dict[str, list[str]] = {}
+    for line in lock.read_text().splitlines():
+        if included := re.match(r"-r (\S+)", line):
+            found |= pins(lock.parent / included[1])
+        elif pin := re.match(r"([\w.-]+)==([^\s;]+)", line):
+            found.setdefault(pin[1].lower().replace("_", "-"), []).append(pin[2])
+    return found
+
+
+def wanted(extras: list[str]) -> Iterator[Requirement]:
+    """What the package with these extras asks for; extras of its own are followed."""
+    project = PROJECT["project"]
+    for text in [
+        *project["dependencies"],
+        *(one for extra in extras for one in project["optional-dependencies"][extra]),
+    ]:
+        asked = Requirement(text)
+        if asked.name == project["name"]:
+            yield from wanted(sorted(asked.extras))
+        else:
+            yield asked
 
 
 def test_the_build_gets_the_whole_package_and_nothing_else() -> None:
@@ -74,6 +126,7 @@ def test_the_build_gets_the_whole_package_and_nothing_else() -> None:
         pytest.skip("not a git checkout")
     folders = {package.split(".")[1] for package in PROJECT["tool"]["setuptools"]["packages"] if "." in package}
     needed = [path for path in tracked if path.split("/")[0] in folders]
+    needed += [path for path in tracked if path.startswith("requirements/")]
     needed += ["pyproject.toml", "__init__.py", "py.typed", PROJECT["project"]["readme"]]
     needed += [path for path in tracked if "/" not in path and path.endswith(".py")]
     assert [path for path in needed if not sent(path)] == []

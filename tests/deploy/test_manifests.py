@@ -20,8 +20,7 @@ from rolloutmq.ops.config import load_settings
 
 pytestmark = needs_kubectl
 HERE = Path(__file__).parent
-TRAINER = "trainer"
-"""A component that stands in policies, for pods that users bring."""
+COMPONENTS = "../cache, ../sentinel, ../trainer"
 SPARE_S = 30
 """For the end of the engine's processes, behind the drain."""
 
@@ -35,6 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def manifests(folder: Path) -> Manifests:
     return Manifests(rendered(folder))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifests:
+    """With all components."""
+    return Manifests(rendered(tmp_path_factory.mktemp("whole"), components=COMPONENTS, way="sentinel"))
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +71,10 @@ def complaints(each: Object) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(each)]
 
 
-def test_every_object_is_valid(manifests: Manifests) -> None:
-    for each in manifests.objects:
+def test_every_object_is_valid(manifests: Manifests, whole: Manifests) -> None:
+    for each in manifests.objects + whole.objects:
         assert complaints(each) == [], each["metadata"]["name"]
-    assert len(manifests.objects) > 20
+    assert len(whole.objects) > len(manifests.objects) > 20
 
 
 @pytest.mark.parametrize(
@@ -92,52 +97,61 @@ def test_what_is_misspelt_is_seen(manifests: Manifests, kind: str, path: list[An
     assert complaints(each) != []
 
 
-def test_every_object_lies_in_the_namespace(manifests: Manifests) -> None:
-    (namespace,) = manifests.of("Namespace")
-    others = [each for each in manifests.objects if each["kind"] != "Namespace"]
+def test_every_object_lies_in_the_namespace(whole: Manifests) -> None:
+    (namespace,) = whole.of("Namespace")
+    others = [each for each in whole.objects if each["kind"] != "Namespace"]
     assert {each["metadata"].get("namespace") for each in others} == {namespace}
 
 
 # --- what refers to what ---------------------------------------------------------------------------------------------
 
 
-def test_everything_that_a_pod_names_exists(manifests: Manifests) -> None:
-    for kind, name, key in manifests.referenced():
-        assert name in manifests.of(kind), f"{kind} {name}"
-        assert key is None or key in manifests.values(kind, name), f"{kind} {name}: {key}"
-    for pod in manifests.pods.values():
+def test_everything_that_a_pod_names_exists(whole: Manifests) -> None:
+    claims = {
+        pod.mounts[path].get("persistentVolumeClaim", {}).get("claimName")
+        for pod in whole.pods.values()
+        for path in pod.mounts
+    }
+    assert claims - {None} == whole.of("PersistentVolumeClaim").keys() == {"cache", "prometheus", "trainer"}
+    for kind, name, key in whole.referenced():
+        assert name in whole.of(kind), f"{kind} {name}"
+        assert key is None or key in whole.values(kind, name), f"{kind} {name}: {key}"
+    for pod in whole.pods.values():
         for mount in pod.container.get("volumeMounts", ()):
             volume = pod.mounts[mount["mountPath"]]
             if "subPath" in mount:
-                assert mount["subPath"] in manifests.values("ConfigMap", volume["configMap"]["name"])
+                assert mount["subPath"] in whole.values("ConfigMap", volume["configMap"]["name"])
 
 
-def test_selectors_select(manifests: Manifests) -> None:
-    for pod in manifests.pods.values():
-        assert pod in manifests.selected(pod.owner["spec"]["selector"])
+def test_selectors_select(whole: Manifests) -> None:
+    for pod in whole.pods.values():
+        if pod.owner["kind"] != "Job":
+            assert pod in whole.selected(pod.owner["spec"]["selector"])
         for spread in pod.spec.get("topologySpreadConstraints", ()):
-            assert manifests.selected(spread["labelSelector"]) == [pod]
-    for service in manifests.of("Service").values():
-        (pod,) = manifests.selected(service["spec"]["selector"])
-        assert {port["targetPort"] for port in service["spec"]["ports"]} <= pod.ports.keys()
-        assert {port["port"] for port in service["spec"]["ports"]} <= set(pod.ports.values())
-    for budget in manifests.of("PodDisruptionBudget").values():
-        assert len(manifests.selected(budget["spec"]["selector"])) == 1
-    assert manifests.pods["redis"].owner["spec"]["serviceName"] in manifests.of("Service")
+            assert whole.selected(spread["labelSelector"]) == [pod]
+    for service in whole.of("Service").values():
+        (pod,) = whole.selected(service["spec"]["selector"])
+        assert {port["targetPort"] for port in service["spec"].get("ports", ())} <= pod.ports.keys()
+        assert {port["port"] for port in service["spec"].get("ports", ())} <= set(pod.ports.values())
+    for budget in whole.of("PodDisruptionBudget").values():
+        assert len(whole.selected(budget["spec"]["selector"])) == 1
+    for name in ("redis", "sentinel"):
+        assert whole.pods[name].owner["spec"]["serviceName"] in whole.of("Service")
+    assert whole.pods["trainer"].spec["subdomain"] in whole.of("Service")
 
 
-def test_policies_name_components_and_ports_that_exist(manifests: Manifests) -> None:
-    components = {pod.labels[COMPONENT] for pod in manifests.pods.values()} | {TRAINER}
-    for name, policy in manifests.of("NetworkPolicy").items():
+def test_policies_name_components_and_ports_that_exist(whole: Manifests) -> None:
+    components = {pod.labels[COMPONENT] for pod in whole.pods.values()}
+    for name, policy in whole.of("NetworkPolicy").items():
         for expression in re.findall(r'"values": (\[[^\]]*\])', json.dumps(policy)):
             assert set(json.loads(expression)) <= components, name
-        mine = manifests.selected(policy["spec"]["podSelector"])
+        mine = whole.selected(policy["spec"]["podSelector"])
         assert mine, name
         for rule in policy["spec"].get("ingress", ()):
             for port in rule.get("ports", ()):
                 assert all(port["port"] in pod.ports for pod in mine), name
         for rule in policy["spec"].get("egress", ()):
-            others = [pod for to in rule.get("to", ()) for pod in manifests.selected(to["podSelector"])]
+            others = [pod for to in rule.get("to", ()) for pod in whole.selected(to["podSelector"])]
             for port in rule.get("ports", ()):
                 assert isinstance(port["port"], int) or all(port["port"] in pod.ports for pod in others), name
 
@@ -147,21 +161,25 @@ def test_policies_name_components_and_ports_that_exist(manifests: Manifests) -> 
     [
         ("worker", "redis", "redis"), ("exporter", "redis", "redis"), ("redis", "redis", "redis"),
         ("prometheus", "worker", "metrics"), ("prometheus", "exporter", "metrics"), ("worker", "worker", "any"),
+        ("trainer", "redis", "redis"), ("trainer", "worker", "any"), ("worker", "trainer", "any"),
+        ("trainer", "trainer", "any"), ("redis", "sentinel", "sentinel"), ("sentinel", "sentinel", "sentinel"),
+        ("sentinel", "redis", "redis"), ("worker", "sentinel", "sentinel"), ("trainer", "sentinel", "sentinel"),
+        ("exporter", "sentinel", "sentinel"),
     ],
 )  # fmt: skip
-def test_who_has_to_speak_to_whom_may(manifests: Manifests, source: str, target: str, port: str) -> None:
-    sends, takes = manifests.pods[source], manifests.pods[target]
+def test_who_has_to_speak_to_whom_may(whole: Manifests, source: str, target: str, port: str) -> None:
+    sends, takes = whole.pods[source], whole.pods[target]
 
     def allowed(direction: str, peers: str, at: Pod, other: Pod) -> bool:
-        policies = [p["spec"] for p in manifests.of("NetworkPolicy").values()]
+        policies = [p["spec"] for p in whole.of("NetworkPolicy").values()]
         rules = [
             rule
             for policy in policies
-            if policy["podSelector"] == {} or at in manifests.selected(policy["podSelector"])
+            if policy["podSelector"] == {} or at in whole.selected(policy["podSelector"])
             for rule in policy.get(direction, ())
         ]
         return any(
-            other in manifests.selected(peer["podSelector"])
+            other in whole.selected(peer["podSelector"])
             for rule in rules
             if "ports" not in rule or port in [one["port"] for one in rule["ports"]]
             for peer in rule.get(peers, ())
@@ -170,7 +188,7 @@ def test_who_has_to_speak_to_whom_may(manifests: Manifests, source: str, target:
 
     assert allowed("egress", "to", sends, takes)
     assert allowed("ingress", "from", takes, sends)
-    assert not allowed("ingress", "from", manifests.pods["redis"], manifests.pods["prometheus"])
+    assert not allowed("ingress", "from", whole.pods["redis"], whole.pods["prometheus"])
 
 
 def test_the_first_pod_of_redis_is_the_primary_for_everybody(manifests: Manifests) -> None:
@@ -185,11 +203,11 @@ def test_the_first_pod_of_redis_is_the_primary_for_everybody(manifests: Manifest
 # --- pods ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_pod_is_restricted(manifests: Manifests) -> None:
+def test_every_pod_is_restricted(whole: Manifests) -> None:
     """As the namespace demands: otherwise none of them would start."""
-    labels = manifests.of("Namespace")["rolloutmq"]["metadata"]["labels"]
+    labels = whole.of("Namespace")["rolloutmq"]["metadata"]["labels"]
     assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
-    for pod in manifests.pods.values():
+    for pod in whole.pods.values():
         assert pod.spec["securityContext"]["runAsNonRoot"]
         assert pod.spec["securityContext"]["runAsUser"] > 0
         assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -199,7 +217,7 @@ def test_every_pod_is_restricted(manifests: Manifests) -> None:
             "capabilities": {"drop": ["ALL"]},
         }
         kinds = {kind for volume in pod.spec["volumes"] for kind in volume if kind != "name"}
-        assert kinds <= {"configMap", "secret", "emptyDir"}
+        assert kinds <= {"configMap", "secret", "emptyDir", "persistentVolumeClaim"}
         assert pod.spec["enableServiceLinks"] is False
         assert {"requests", "limits"} == pod.container["resources"].keys()
 
@@ -268,7 +286,7 @@ def test_a_worker_has_the_time_it_needs(manifests: Manifests) -> None:
 
 
 def test_a_worker_can_write_where_it_has_to(manifests: Manifests) -> None:
-    text = (DEPLOY / "containers" / "worker.Dockerfile").read_text()
+    text = (DEPLOY / "containers" / "worker.Containerfile").read_text()
     said = dict(re.findall(r"\b(HOME|ROLLOUTMQ_\w+)=(\S+)", text))
     home = said.pop("HOME")
     compiled = load_settings(environment=said | {"ROLLOUTMQ_ENGINE_MODEL": "m"}).engine().cache_dir
@@ -350,14 +368,14 @@ def test_prometheus_reads_the_rules_and_finds_everybody(manifests: Manifests, tm
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "changed"), list(enumerate(["worker", "redis", "worker"])))
+@pytest.mark.parametrize(("number", "changed"), list(enumerate(["redis", "worker"])))
 def test_each_change_that_the_page_shows_is_valid(
     number: int, changed: str, folder: Path, manifests: Manifests
 ) -> None:
     blocks = re.findall(
         r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "kubernetes.md").read_text(), re.MULTILINE | re.DOTALL
     )
-    assert len(blocks) == 3
+    assert len(blocks) == 2
     after = Manifests(rendered(folder, blocks[number]))
     for each in after.objects:
         assert complaints(each) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import redis
 from redis.exceptions import NoPermissionError
 from support.manifests import Manifests, needs_kubectl, rendered
 from support.pools.pool import worker
-from support.redis.deployments import free_port, soon
+from support.redis.deployments import free_port, soon, with_tls
 from support.specimens.messages import tokens
 
 from rolloutmq import RolloutClient
@@ -27,17 +26,6 @@ from rolloutmq.ops.redis.embedded import find_server
 
 pytestmark = needs_kubectl
 PRIMARY, REPLICA = "redis-0", "redis-1"
-
-
-def with_tls() -> str | None:
-    """A server that can do TLS. Those that cannot say so; this one misses its certificate."""
-    folders = os.get_exec_path()
-    names = [shutil.which("redis-server", path=folder) for folder in folders]
-    for binary in dict.fromkeys([find_server(), *filter(None, names)]):
-        told = subprocess.run([binary, "--port", "0", "--tls-port", "1"], capture_output=True, text=True, check=False)
-        if "tls-cert-file" in told.stdout + told.stderr:
-            return binary
-    return None
 
 
 class Servers:

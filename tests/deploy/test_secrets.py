@@ -20,4 +20,4 @@ def test_it_needs_no_other_file_and_gives_the_documented_rights(tmp_path: Path) 
     assert rights.keys() == {"producer", "worker", "publisher", "operator"}
     for role, given in rights.items():
         documented = LINES[role].replace("POOL", "mine").split()[3:]
-        assert given == [*documented, "+wait", "+waitaof", "+eval", "+set", "+info"], role
+        assert given == [*documented, "+wait", "+waitaof", "+eval", "+set", "+info", "+role"], role

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import shutil
 import typing
 from collections.abc import Iterator
@@ -22,10 +23,13 @@ import pytest
 import typing_extensions
 from support.engines.asking import judged
 from support.engines.remote import RemoteEngine
-from support.pools.pool import eventually
+from support.gateways import server
+from support.pools.pool import eventually, worker
+from support.pools.skyrl_trainer import adapter
 from support.trainers.door_pool import LONG, TOLERANCE, Pool, door_pool, needed
 
 from rolloutmq import BlockingRolloutClient
+from rolloutmq.worker.scripted.engine import ScriptedEngine, scripted_token
 
 if importlib.util.find_spec("renderers") is None:
     pytest.skip("the trainers' packages are not installed: make test-trainers", allow_module_level=True)
@@ -266,6 +270,37 @@ async def test_prime_rls_pool_of_inference(pool: Pool) -> None:
     found = [row[str(token)]["logprob"] for row, token in zip(scored, (6, 7, 8), strict=True)]
     np.testing.assert_allclose(found, [own[0, 6], own[1, 7], own[2, 8]], atol=TOLERANCE)
     await inference.stop()
+
+
+async def test_prime_rls_adapter_of_each_step(redis_db: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A name, and a folder a step, which may be seen later here than where it was written. SGLang has none on CPU."""
+    client, configs = needed("prime_rl.utils.client"), needed("prime_rl.configs.shared")
+    caplog.set_level(logging.INFO)
+    async with (
+        worker(redis_db, engine=ScriptedEngine(lora=True)),
+        server(redis_db, weights_from=tmp_path) as here,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{here.port}", timeout=60) as http,
+    ):
+        config = configs.ClientConfig(base_url=f"http://127.0.0.1:{here.port}/v1", api_key_var="NONE")
+        inference = client.InferencePool(config, "scripted")
+        for step in (1, 2):
+            folder = tmp_path / f"step_{step}"
+            asked = asyncio.create_task(inference.update_weights(folder, lora_name="policy", step=step))
+            await eventually(lambda seen=step: caplog.text.count('"POST /load_lora_adapter" 404') == seen)
+            written = tmp_path / f"of {step}"
+            written.mkdir()
+            adapter(written)
+            written.rename(folder)
+            await asked
+            served = {it["id"]: it["weight_version"] for it in (await http.get("/v1/models")).json()["data"]}
+            assert served == {"scripted": 0, "policy": step}
+            body = {"input_ids": [1, 2, 3], "lora_path": "policy", "sampling_params": {"max_new_tokens": 4}}
+            found = (await http.post("/generate", json=body)).json()
+            stream = f"{found['meta_info']['id']}0000"
+            assert found["output_ids"] == [scripted_token(stream, 3 + at, 0, f"policy@{step}") for at in range(4)]
+        await client.unload_lora_adapter(inference._admin_clients, "policy")
+        assert caplog.text.count('"POST /v1/unload_lora_adapter" 200') == 1
+        await inference.stop()
 
 
 async def test_prime_rls_concurrency_follows_the_queue(pool: Pool) -> None:

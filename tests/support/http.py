@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.pools.pool import eventually
 
-from rolloutmq.ops.http import HttpLimits, HttpServer, Refused, Tls, refusal
+from rolloutmq.ops.http import HttpLimits, HttpServer, Refused, Tls, error_handlers
 
 
 async def length(request: Request) -> Response:
@@ -82,7 +82,7 @@ def application(held: Held) -> Starlette:
     posted = {"/v1/chat/completions": length, "/events": held.events, "/refuses": refuses, "/fails": fails}
     routes = [Route(path, endpoint, methods=["POST", "GET"]) for path, endpoint in posted.items()]
     routes += [Route("/health", held.health), Route("/large", large), Route("/held", endpoint=held)]
-    return Starlette(routes=routes, exception_handlers={Refused: refusal, Exception: refusal})
+    return Starlette(routes=routes, exception_handlers=error_handlers())
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -31,13 +32,20 @@ needs_kubectl = pytest.mark.skipif(not _renders(), reason="no kubectl 1.24 or ne
 Object = dict[str, Any]
 
 
-def rendered(folder: Path, overlay: str = "") -> list[Object]:
-    """deploy/example in a copy below `folder`, whose secrets are made once. overlay: a kustomization on top of it."""
+def rendered(folder: Path, overlay: str = "", components: str = "", way: str = "one") -> list[Object]:
+    """deploy/example in a copy below `folder`, whose secrets are made once. overlay: a kustomization on top of it.
+
+    components: what the example takes in, "../cache, ../trainer". way: what the URLs name, "one" server or "sentinel".
+    """
     example = folder / "deploy" / "example"
     if not example.exists():
         shutil.copytree(DEPLOY, folder / "deploy", ignore=shutil.ignore_patterns("secrets"))
-        subprocess.run(["sh", "../kubernetes/secrets.sh", "secrets"], cwd=example, check=True)
+        subprocess.run(
+            ["sh", "../kubernetes/secrets.sh", "secrets", "default", "rolloutmq", way], cwd=example, check=True
+        )
         (folder / "overlay").mkdir()
+    ours = example / "kustomization.yaml"
+    ours.write_text(re.sub(r"^components: .*", f"components: [{components}]", ours.read_text(), flags=re.MULTILINE))
     base = "namespace: rolloutmq\nresources: [../deploy/example]\n"
     (folder / "overlay" / "kustomization.yaml").write_text(base + overlay)
     shown = subprocess.run(["kubectl", "kustomize", "overlay"], cwd=folder, check=False, capture_output=True, text=True)
@@ -47,7 +55,7 @@ def rendered(folder: Path, overlay: str = "") -> list[Object]:
 
 @dataclass(frozen=True)
 class Pod:
-    """The pods of one Deployment or StatefulSet."""
+    """The pods of one Deployment, StatefulSet or Job."""
 
     owner: Object
 
@@ -74,7 +82,7 @@ class Pod:
 
     @property
     def ports(self) -> dict[str, int]:
-        return {port["name"]: port["containerPort"] for port in self.container["ports"]}
+        return {port["name"]: port["containerPort"] for port in self.container.get("ports", ())}
 
     @property
     def mounts(self) -> dict[str, Object]:
@@ -100,21 +108,23 @@ class Manifests:
 
     @property
     def pods(self) -> dict[str, Pod]:
-        return {name: Pod(owner) for kind in ("Deployment", "StatefulSet") for name, owner in self.of(kind).items()}
+        return {
+            name: Pod(owner) for kind in ("Deployment", "StatefulSet", "Job") for name, owner in self.of(kind).items()
+        }
 
     def selected(self, selector: Object) -> list[Pod]:
         """The pods with these labels, or that this LabelSelector means. A trainer is not among them."""
         return [pod for pod in self.pods.values() if _matches(selector, pod.labels)]
 
     def environment(self, pod: Pod) -> dict[str, str]:
-        """What the container sees; a secret's value is decoded."""
+        """What the container sees, but for optional ones; a secret's value is decoded."""
         found: dict[str, str] = {}
         for source in pod.container.get("envFrom", ()):
             found |= self.values("ConfigMap", source["configMapRef"]["name"])
         for variable in pod.container.get("env", ()):
             origin = variable.get("valueFrom", {})
             for field, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
-                if field in origin:
+                if field in origin and not origin[field].get("optional"):
                     found[variable["name"]] = self.values(kind, origin[field]["name"])[origin[field]["key"]]
             if "value" in variable:
                 found[variable["name"]] = variable["value"]
@@ -140,8 +150,9 @@ class Manifests:
                 yield "ConfigMap", source["configMapRef"]["name"], None
             for variable in pod.container.get("env", ()):
                 for field, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
-                    if field in variable.get("valueFrom", {}):
-                        yield kind, variable["valueFrom"][field]["name"], variable["valueFrom"][field]["key"]
+                    chosen = variable.get("valueFrom", {}).get(field, {"optional": True})
+                    if not chosen.get("optional"):
+                        yield kind, chosen["name"], chosen["key"]
 
 
 def _matches(selector: Object, labels: dict[str, str]) -> bool:

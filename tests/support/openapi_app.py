@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rolloutmq.ops.http import Refused, refusal
+from rolloutmq.ops.http import Refused, error_handlers
 
 
 def page_application(page: Mapping[str, Any]) -> Starlette:
@@ -22,7 +22,7 @@ def page_application(page: Mapping[str, Any]) -> Starlette:
         for method, operation in item.items():
             if method != "parameters":
                 routes.append(Route(path, _endpoint(page, operation), methods=[method.upper()]))
-    return Starlette(routes=routes, exception_handlers={Refused: refusal, Exception: refusal})
+    return Starlette(routes=routes, exception_handlers=error_handlers())
 
 
 def validator(page: Mapping[str, Any], schema: Mapping[str, Any]) -> Draft202012Validator:

@@ -33,6 +33,12 @@ class Pace:
         return (total - before) / max(1.0, now - since)
 
 
+def slurm_job() -> dict[str, str]:
+    """Which job of Slurm this process is in, and how often that was started again."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return {"slurm_job": f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"[:64]} if job else {}
+
+
 class StatusReport:
     """Writes the status of one worker. refused_publishes: samples that Redis refused, because another has the job."""
 
@@ -85,6 +91,7 @@ class StatusReport:
             startup=self._vitals.startup.seconds.copy(),
             state_since=self._since,
             **({} if self.hold_version is None else {"hold_version": self.hold_version}),
+            **slurm_job(),
             blocks=tuple(blocks),
             why="; ".join(dict.fromkeys(filter(None, [*blocks.values(), warning])))[:512],
         )

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from ....messages.errors import InvalidField
 from ...http import Refused
 from ..about import loads, model_info, server_info
-from ..control import Control, number
+from ..control import Control, number, served
 from ..door import Door, as_json
 from ..gateway import Gateway
 from ..tenants import Tenant
@@ -71,8 +71,7 @@ class SGLangDoor(Door):
         return {"message": "Requests go on.", "status": "ok"}
 
     async def _flush(self, tenant: Tenant, _: dict[str, Any]) -> Any:
-        await self._control.flush(tenant)
-        return {"success": True, "message": "No prefix of older weights is used."}
+        return await self._control.flush(tenant)
 
     # --- what there is ---------------------------------------------------------------------------------------------
 
@@ -108,7 +107,7 @@ class SGLangDoor(Door):
             if isinstance(error, Refused) and error.status != 400:
                 raise
             return as_json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
-        return _done(f"The pool serves it as version {version}.") | {"num_paused_requests": 0}
+        return served(version) | {"num_paused_requests": 0}
 
     async def _pull(self, tenant: Tenant, body: dict[str, Any]) -> Any:
         version = number(body.get("target_version"))
@@ -140,8 +139,7 @@ class SGLangDoor(Door):
         return _done("What comes is served when the update ends.")
 
     async def _end(self, tenant: Tenant, _: dict[str, Any]) -> Any:
-        await self._control.end(tenant)
-        return _done("What came is served.")
+        return served(await self._control.end(tenant))
 
 
 def _done(message: str) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def read_generate(body: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
         raise InvalidField("input_ids", body["input_ids"], "a list of token ids, or of lists of them")
     params = _params(body.get("sampling_params"))
     given = {name: body[name] for name in TAKEN & body.keys()}
-    given |= {"max_new_tokens": MAX_NEW_TOKENS} | params
+    given |= {"max_new_tokens": MAX_NEW_TOKENS} | params | ({"max_new_tokens": 1} if _only_scores(body) else {})
     given["prompt"] = body["text"] if body.get("input_ids") is None else body["input_ids"]
     if _flag(body, "return_logprob"):
         given["logprobs"] = _count(body, "top_logprobs_num")
@@ -75,6 +75,12 @@ def _params(given: Any) -> dict[str, Any]:
     if not all(isinstance(one, Mapping) for one in params) or any(one != params[0] for one in params):
         raise InvalidField("sampling_params", given, "an object, or the same one for each prompt")
     return {str(name): value for name, value in params[0].items() if value is not None}
+
+
+def _only_scores(body: Mapping[str, Any]) -> bool:
+    """Whether no token is asked for, as miles scores what it has. A job samples one, which is not shown then."""
+    most = _params(body.get("sampling_params")).get("max_new_tokens")
+    return type(most) is int and most == 0
 
 
 def _alike(body: Mapping[str, Any], name: str) -> Any:
@@ -127,6 +133,9 @@ def _shown(call: Call, request: Request, sample: RolloutResult, *, prompt: int, 
     if (routed := sample.token_arrays.get("routed_experts")) is not None:
         before = sample.arrays["prompt_routed_experts"][:-1]  # the last one's are those of the first sampled token
         info["routed_experts"] = b64encode(np.concatenate([before, routed]).astype("<i4").tobytes()).decode()
+    if sample.token_ids.size and _only_scores(call.body):
+        none = {"completion_tokens": 0, "finish_reason": {"type": "length", "length": 0}, "output_token_logprobs": []}
+        return {"text": "", "output_ids": [], "meta_info": info | none}
     return {"text": text_of(request, sample, decode[0]), "output_ids": tokens.ids, "meta_info": info}
 
 

@@ -15,7 +15,7 @@ from ....messages.errors import InvalidField
 from ....producer.control import PoolControl
 from ....sync.transfer import Ledger
 from ..about import metrics
-from ..control import Control
+from ..control import Control, served
 from ..door import Door, Handler
 from ..gateway import Gateway
 from ..tenants import Tenant
@@ -77,8 +77,7 @@ class VLLMDoor(Door):
         return {"status": "aborted", "aborted": await self._control.abort(tenant, body.get("request_ids") or None)}
 
     async def _reset(self, tenant: Tenant, _: dict[str, Any]) -> Any:
-        await self._control.flush(tenant)
-        return {"success": True}
+        return await self._control.flush(tenant)
 
     async def _memory(self, tenant: Tenant, body: dict[str, Any], *, asleep: bool) -> Any:
         """Have the workers of a tenant's own pool give up memory, or take it again."""
@@ -133,8 +132,7 @@ class VLLMDoor(Door):
             return {"success": True, "message": "Weights updated"}
         if body.get("weight_dir") is None:
             raise InvalidField("weight_dir", None, "a folder: use the transport filesystem")
-        version = await self._control.load_weights(tenant, body["weight_dir"])
-        return {"status": "success", "success": True, "weight_version": str(version)}
+        return {"status": "success"} | served(await self._control.load_weights(tenant, body["weight_dir"]))
 
     # --- broadcasts ------------------------------------------------------------------------------------------------
 
@@ -170,8 +168,7 @@ class VLLMDoor(Door):
         said = body.get("weight_version", body.get("new_version"))
         if body.get("abort_all_requests") is True:
             await self._control.abort(tenant)
-        await self._control.end(tenant, said)
-        return {"success": True, "message": "Weight update finished", "new_version": said}
+        return served(await self._control.end(tenant, said))
 
     async def _call(self, tenant: Tenant, body: dict[str, Any]) -> Any:
         """SkyRL's methods."""

@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
+from support.keys import keys_file
 from support.pools.pool import check_scripted
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages.errors import NoSuchSession
 
 from ..agent import Agent
-from ..context import POOL, Chaos
+from ..context import POOL, Chaos, until
 from ..gateway_process import ALIVE_S
 from ..processes import GatewayProcess, Spoken, WorkerProcess
 from ..scenario import scenario
@@ -27,9 +28,11 @@ WORKER = {"max_running": 16, "tokens_per_s": 100, "checkpoint_s": 0.3, "max_lost
 
 @dataclass
 class Trouble:
-    """What befalls gateways, workers and the server, one thing at a time."""
+    """What befalls gateways, workers and the server, one thing at a time. way: the URL of Redis that gateways have, and
+    more of what they are started with."""
 
     chaos: Chaos
+    way: list[str]
     gateways: list[GatewayProcess]
     workers: list[WorkerProcess]
     dice: random.Random
@@ -44,11 +47,11 @@ class Trouble:
     async def kill_gateway(self) -> None:
         place = self.dice.randrange(len(self.gateways))
         await self.gateways[place].kill()
-        self.gateways[place] = await begin_gateway(self.chaos)
+        self.gateways[place] = await begin_gateway(self.chaos, *self.way)
 
     async def leave_gateway(self) -> None:
         place = self.dice.randrange(len(self.gateways))
-        leaving, self.gateways[place] = self.gateways[place], await begin_gateway(self.chaos)
+        leaving, self.gateways[place] = self.gateways[place], await begin_gateway(self.chaos, *self.way)
         leaving.signal(signal.SIGTERM)
         self.chaos.expect(await leaving.ended(40) == 0, "a gateway did not leave well")
 
@@ -87,9 +90,9 @@ async def freeze(process: Spoken, seconds: float) -> None:
         process.signal(signal.SIGCONT)
 
 
-async def begin_gateway(chaos: Chaos) -> GatewayProcess:
+async def begin_gateway(chaos: Chaos, *way: str) -> GatewayProcess:
     log = chaos.directory / f"gateway-{len(chaos.clients)}.log"
-    process = await GatewayProcess.start("gateway_process", log, chaos.url)
+    process = await GatewayProcess.start("gateway_process", log, *way)
     chaos.clients.append(process)
     await process.heard("port")
     return process
@@ -117,11 +120,49 @@ async def gateways_die_for_minutes(chaos: Chaos) -> None:
     await agents_go_on(chaos, go_on)
 
 
-async def agents_go_on(chaos: Chaos, break_things: Callable[[Trouble], Awaitable[None]]) -> None:
-    """Agents ask while things break, and then in peace. What they were answered is compared with what is recorded."""
+GATEWAY = {"admit", "settle", "begin_request", "finish_request", "record_turn", "recent_turns"}
+GATEWAY |= {"take_session", "forget_session", "beat_gateway", "inherit_gateway", "leave_gateway"}
+"""Scripts of gateways, and of whoever takes their sessions."""
+
+
+@scenario("one_lost_reply_per_gateway_command", lease_s=2.0, timeout_s=180.0)
+async def lost_gateway_replies(chaos: Chaos) -> None:
+    """For each command of a gateway: it is executed, its reply is lost, the connection breaks, and it is sent again."""
+    proxy, missed = await chaos.proxy(), list[str]()
+    keys, _ = keys_file(chaos.directory, {"default": "requests_per_minute = 1_000_000"})
+    kinds = sorted(GATEWAY)
+    chaos.rng.shuffle(kinds)
+
+    async def lose(trouble: Trouble) -> None:
+        async with RolloutClient(proxy.url, POOL, client_id="reader") as reader:
+            for kind in kinds:
+                proxy.dropped = []
+                proxy.drop_reply(f"EVALSHA {kind}")
+                for fault in (trouble.leave_gateway, trouble.kill_gateway) * 3:
+                    with contextlib.suppress(NoSuchSession):
+                        await reader.take_session("nobody")
+                    await reader.forget_session("nobody")
+                    with contextlib.suppress(AssertionError):  # not yet
+                        await until(lambda: proxy.dropped, 8 * ALIVE_S)
+                        break
+                    await fault()
+                else:
+                    missed.append(kind)
+
+    await agents_go_on(chaos, lose, proxy.url, str(keys))
+    chaos.notes["commands"] = len(kinds)
+    chaos.expect(not missed, f"no reply of {missed} was there to be lost")
+
+
+async def agents_go_on(chaos: Chaos, break_things: Callable[[Trouble], Awaitable[None]], *way: str) -> None:
+    """Agents ask while things break, and then in peace. What they were answered is compared with what is recorded.
+
+    way: what gateways are started with, the URL of Redis first.
+    """
     workers = await chaos.start_workers(2, **WORKER)
-    gateways = [await begin_gateway(chaos) for _ in range(2)]
-    trouble = Trouble(chaos, gateways, workers, random.Random(chaos.rng.random()))
+    started = [*way] or [chaos.url]
+    gateways = [await begin_gateway(chaos, *started) for _ in range(2)]
+    trouble = Trouble(chaos, started, gateways, workers, random.Random(chaos.rng.random()))
     agents = [Agent(f"agent-{it}", gateways, random.Random(chaos.rng.random())) for it in range(AGENTS)]
     enough = asyncio.Event()
     asking = [asyncio.create_task(agent.go_on(enough)) for agent in agents]

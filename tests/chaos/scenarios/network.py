@@ -17,6 +17,7 @@ from ..looks import held, left, running, serving
 from ..processes import WorkerProcess
 from ..proxy import Direction, script_names
 from ..scenario import scenario
+from .gateways import GATEWAY
 
 CUTS: dict[str, tuple[Direction, ...]] = {"up": ("up",), "down": ("down",), "both": ("up", "down")}
 
@@ -124,7 +125,7 @@ PLAIN = {"XREAD", "BLPOP"}
 async def lost_replies(chaos: Chaos) -> None:
     """For each kind of command: it is executed, its reply is lost, the connection breaks, and it is sent again."""
     near, far = await chaos.proxy(), await chaos.proxy()
-    kinds = sorted({f"EVALSHA {name}" for name in set(script_names()) - OPERATORS - WEIGHTS} | PLAIN)
+    kinds = sorted({f"EVALSHA {name}" for name in set(script_names()) - OPERATORS - WEIGHTS - GATEWAY} | PLAIN)
     chaos.rng.shuffle(kinds)
     missed: list[str] = []
     async with chaos.client(near.url) as trainer:

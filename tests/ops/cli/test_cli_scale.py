@@ -91,7 +91,7 @@ async def test_up_runs_a_whole_pool_until_ctrl_c(redis_db: str, tmp_path: Path) 
         await eventually(lambda: "ready: 2 serve" in said.read_text(), 60, "all serve")
         text = said.read_text()
         (url,) = re.findall(r"^redis +(\S+)$", text, re.MULTILINE)
-        assert f"--redis {url}" in text
+        assert f"ROLLOUTMQ_REDIS={url}" in text
         metrics = re.search(r"^metrics +http://127\.0\.0\.1:\d+/metrics$", text, re.MULTILINE)
         assert metrics is not None, text
         (openai,) = re.findall(r"^openai +(\S+)$", text, re.MULTILINE)

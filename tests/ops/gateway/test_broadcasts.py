@@ -90,7 +90,8 @@ async def test_a_group_of_sglangs_with_and_without_an_end(redis_db: str, tmp_pat
                 await done(client, "/update_weights_from_distributed", update | said)
                 await asyncio.to_thread(tell, "", "sent")
                 assert running.status.version < version, "it is staged"
-                await done(client, ends, {"new_version": "7", "abort_all_requests": False})
+                ended = await done(client, ends, {"new_version": "7", "abort_all_requests": False})
+                assert ended.get("weight_version", str(version)) == str(version)
                 await done(client, "/continue_generation")
                 check_served(running, version, version)
             found = await done(client, "/generate", ASKED)

@@ -367,3 +367,14 @@ async def test_health_says_why_it_is_not_ready(redis_db: str) -> None:
                 return (await client.get("/health")).status_code == 200
 
             await eventually(ready)
+
+
+async def test_chats_stream_no_meta_info_as_at_sglang(redis_db: str) -> None:
+    """The installed one answers 400, so that no trainer takes a stream without it for one that has it."""
+    chat = {"messages": [{"role": "user", "content": "-"}], "input_ids": [1, 2], "return_meta_info": True}
+    async with worker(redis_db), gateway(redis_db) as client:
+        answer = await client.post("/v1/chat/completions", json=chat | {"stream": True})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "return_meta_info")
+        whole = (await client.post("/v1/chat/completions", json=chat | {"max_tokens": 2, "logprobs": True})).json()
+        info = whole["choices"][0]["meta_info"]
+        assert len(info["output_token_logprobs"]) == info["completion_tokens"] == 2

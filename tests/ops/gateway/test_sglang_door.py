@@ -98,6 +98,19 @@ async def test_samples_and_batches_are_lists(redis_db: str) -> None:
         assert len(await generated(client, ASKED | {"input_ids": [[5]]})) == 1
 
 
+async def test_a_prompt_is_scored_without_a_token(redis_db: str) -> None:
+    async with serving(redis_db) as (client, _):
+        body = {"input_ids": [[1, 2, 3], [4, 5, 6]], "return_logprob": True}
+        found = await generated(client, body | {"sampling_params": {"max_new_tokens": 0, "temperature": 0}})
+        assert [(it["text"], it["output_ids"]) for it in found] == [("", [])] * 2
+        for info in (it["meta_info"] for it in found):
+            assert info["finish_reason"] == {"type": "length", "length": 0}
+            assert (info["completion_tokens"], info["output_token_logprobs"]) == (0, [])
+        for wrong in (False, -1, "0"):
+            answer = await client.post("/generate", json=body | {"sampling_params": {"max_new_tokens": wrong}})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_new_tokens")
+
+
 async def test_streams_say_all_that_there_is(redis_db: str) -> None:
     async with serving(redis_db, tokens_per_s=50.0) as (client, _):
         text = (await client.post("/generate", json=ASKED | {"stream": True, "return_logprob": True})).text
@@ -218,8 +231,11 @@ async def test_what_one_tenant_does_the_other_does_not_see(redis_db: str, tmp_pa
         await eventually(lambda: runs(running.engine, 1))
         assert (await done(client, "/abort_request", {"rid": "same"}, headers=b))["aborted"] == 0
         assert (await done(client, "/abort_request", {"abort_all": True}, headers=b))["aborted"] == 0
-        for path in ("/pause_generation", "/flush_cache"):
-            await done(client, path, headers=b)
+        await done(client, "/pause_generation", headers=b)
+        for path in ("/flush_cache", "/reset_prefix_cache"):  # no 403: trainers that flush at each update end there
+            said = await done(client, path, headers=b)
+            assert (said["success"], said["flushed"]) == (True, False)
+            assert "others share this pool" in said["message"]
         assert (await client.get("/v1/loads", headers=b)).json()["loads"][0]["num_total_reqs"] == 0
         for path in ("/update_weights_from_disk", "/pull_weights", "/begin_weight_update", "/end_weight_update"):
             answer = await client.post(path, json={"model_path": "/x", "target_version": 1}, headers=b)
@@ -268,14 +284,33 @@ async def test_a_folder_becomes_a_version_before_the_answer(redis_db: str, tmp_p
             await done(client, "/continue_generation")
             assert (await generated(client, ASKED))["meta_info"]["weight_version"] == str(version)
             assert SnapshotStore(saved / "default").versions()[-1] == version
-        folder = checkpoint(source / "again", 3)
-        found = await done(client, "/update_weights_from_disk", {"model_path": folder, "weight_version": "1"})
-        assert "version 3" in found["message"], "a number that is taken is not given twice"
         async with worker(redis_db) as late:
-            await eventually(lambda: late.status.version == 3)
+            await eventually(lambda: late.status.version == 2)
             async with PoolControl(redis_db) as control:
                 assert (await control.audit()).clean
-        assert running.status.version == 3
+        assert running.status.version == 2
+
+
+@pytest.mark.parametrize("said", ["1", 2, "step_9"])
+async def test_a_version_has_one_number_whatever_its_trainer_calls_it(
+    redis_db: str, tmp_path: Path, said: str | int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer that goes on after a crash begins to count where it was saved. It is told, and so is who asks later."""
+    async with serving(redis_db, weights_from=tmp_path) as (client, _), gateway(redis_db) as other:
+        for body in ({"weight_version": 2}, {"weight_version": said}):
+            folder = checkpoint(tmp_path / f"of {body['weight_version']} {len(caplog.records)}", 1)
+            found = await done(client, "/update_weights_from_disk", {"model_path": folder} | body)
+        assert (found["weight_version"], found["message"]) == ("3", "The pool serves version 3.")
+        assert ("is version 3" in caplog.text) == (said != "step_9")
+        named = await done(client, "/update_weight_version", {"new_version": said, "abort_all_requests": False})
+        assert named["new_version"] == "3"
+        for one in (client, other):
+            for path in ("/get_weight_version", "/model_info", "/weight_info"):
+                assert (await one.get(path)).json()["weight_version"] == "3", path
+            assert (await one.get("/server_info")).json()["internal_states"] == [{"weight_version": "3"}]
+            assert (await one.get("/v1/models")).json()["data"][0]["weight_version"] == 3
+            info = (await generated(one, ASKED))["meta_info"]
+            assert (info["weight_version"], info["weight_versions"][0]["version"]) == ("3", 3)
 
 
 async def test_slimes_own_folder_is_the_one_that_it_had_pulled(redis_db: str, tmp_path: Path) -> None:

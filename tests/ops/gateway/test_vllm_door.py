@@ -215,8 +215,9 @@ async def test_adapters_and_what_is_asked_before(redis_db: str, tmp_path: Path) 
         found = await done(client, "/inference/v1/generate", ASKED | {"model": "policy-v1"})
         assert found["model"] == "policy-v1"
         assert (await done(client, "/v1/unload_lora_adapter", {"lora_name": "policy-v1"}))["success"]
-        assert await done(client, "/reset_prefix_cache") == {"success": True}
-        assert await done(client, "/reset_prefix_cache", {"reset_running_requests": True}) == {"success": True}
+        for body in (None, {"reset_running_requests": True}):
+            flushed = await done(client, "/reset_prefix_cache", body)
+            assert (flushed["success"], flushed["flushed"]) == (True, True)
         for body, status in (({}, 400), ({"lora_name": 7, "lora_path": path}, 400), ({"lora_name": "x"}, 400)):
             assert (await client.post("/load_lora_adapter", json=body)).status_code == status
         absent = {"lora_name": "x", "lora_path": str(tmp_path / "nowhere")}

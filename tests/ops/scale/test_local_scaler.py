@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -25,7 +26,7 @@ from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.messages.redis import Keys
 from rolloutmq.ops.metrics import PoolWatch
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
-from rolloutmq.ops.scale import CrashLoop, LocalScaler, Means, PoolView, ScalerLock, ScaleSettings, places
+from rolloutmq.ops.scale import CrashLoop, Means, PoolView, Scaler, ScalerLock, ScaleSettings, ThisHost, places
 from rolloutmq.ops.scale.process import LEAVE
 
 QUICK = ScaleSettings(least=0, most=3, target_s=0.2, stabilise_s=0.3, startup_s=0.0)
@@ -46,8 +47,8 @@ class Seen:
 
 
 def means(folder: Path, command: list[str], **more: Any) -> Means:
-    given: dict[str, Any] = {"environment": {}, "every_s": 0.02, "pause_s": 0.01} | more
-    return Means(command, folder=folder, **given)
+    given: dict[str, Any] = {"every_s": 0.02, "pause_s": 0.01} | more
+    return Means(ThisHost(command, given.pop("environment", {}), folder), **given)
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def lock(db: Redis) -> ScalerLock:
 
 
 @asynccontextmanager
-async def scaling(scaler: LocalScaler, lock: ScalerLock) -> AsyncIterator[asyncio.Task[None]]:
+async def scaling(scaler: Scaler, lock: ScalerLock) -> AsyncIterator[asyncio.Task[None]]:
     """A scaler at work; afterwards it and its workers are gone."""
     await lock.take()
     task = asyncio.create_task(scaler.run())
@@ -98,13 +99,13 @@ async def test_from_nothing_to_three_and_back_with_a_kill_in_the_middle(
 ) -> None:
     command = scripted_worker.command(tokens_per_s=100, max_running=4, lease_s=2.0, drain_s=5.0)
     how = means(tmp_path, command, environment=scripted_worker.environment(redis_db))
-    scaler = LocalScaler(QUICK, how, places(3), PoolWatch(db, "default"), lock)
+    scaler = Scaler(QUICK, how, places(3), PoolWatch(db, "default"), lock)
     feeder = Feeder(broker)
     async with scaling(scaler, lock):
-        assert scaler.processes == []
+        assert scaler.members == []
 
         def serving() -> list[int]:
-            return [one.pid for one in scaler.processes if one.served_at is not None and not one.leaving]
+            return [one.pid for one in scaler.members if one.served_at is not None and not one.leaving]
 
         await feeder.feed(lambda: len(serving()) == 3, "three serve")
         first = set(serving())
@@ -117,7 +118,7 @@ async def test_from_nothing_to_three_and_back_with_a_kill_in_the_middle(
             return bool(await broker.redis.xlen(broker.keys.reply("client")) >= len(feeder.ids))
 
         await eventually(all_there, 60, "all results")
-        await eventually(lambda: not scaler.processes, 60, "all workers have left")
+        await eventually(lambda: not scaler.members, 60, "all workers have left")
         found = await replies(broker)
         assert sorted(one.outcome.job_id for one in found) == sorted(feeder.ids)  # each exactly once
         for one in found:
@@ -137,14 +138,14 @@ async def test_long_samples_are_handed_over_and_not_cut(
     command = scripted_worker.command(tokens_per_s=50, max_running=2, prefetch=0, lease_s=5.0, drain_s=0.0)
     how = means(tmp_path, command, environment=scripted_worker.environment(redis_db))
     watch = PoolWatch(db, "default")
-    scaler = LocalScaler(replace(QUICK, least=2), how, places(2), watch, lock)
+    scaler = Scaler(replace(QUICK, least=2), how, places(2), watch, lock)
     async with scaling(scaler, lock):
-        await eventually(lambda: sum(one.served_at is not None for one in scaler.processes) == 2, 60, "both serve")
+        await eventually(lambda: sum(one.served_at is not None for one in scaler.members) == 2, 60, "both serve")
         jobs = [job(sampling=SamplingParams(max_new_tokens=100)) for _ in range(4)]
         await broker.enqueue(jobs)
         await eventually(lambda: sum(one.running for one in watch.workers) == 4, what="all run")
         scaler._settings = replace(QUICK, least=0, most=1)  # the operator wants one
-        await eventually(lambda: len(scaler.processes) == 1, what="one has left")
+        await eventually(lambda: len(scaler.members) == 1, what="one has left")
 
         async def all_there() -> bool:
             return len(await replies(broker)) == 4
@@ -157,33 +158,33 @@ async def test_long_samples_are_handed_over_and_not_cut(
 
 
 async def test_a_crash_loop_is_said_and_stopped(lock: ScalerLock, tmp_path: Path) -> None:
-    scaler = LocalScaler(QUICK, means(tmp_path, FAILS), places(3), Seen(PoolView(0.0, queued=9)), lock)
+    scaler = Scaler(QUICK, means(tmp_path, FAILS), places(3), Seen(PoolView(0.0, queued=9)), lock)
     async with scaling(scaler, lock) as task:
         with pytest.raises(CrashLoop, match=r"(?s)5 workers in a row failed.*exit code 3.*no such model"):
             await task
-    assert scaler.processes == []
+    assert scaler.members == []
 
 
 async def test_a_worker_that_never_serves_counts_as_failed(lock: ScalerLock, tmp_path: Path) -> None:
     how = means(tmp_path, SLEEPS, ready_s=0.05)
-    scaler = LocalScaler(QUICK, how, places(1), Seen(PoolView(0.0, queued=9)), lock)
+    scaler = Scaler(QUICK, how, places(1), Seen(PoolView(0.0, queued=9)), lock)
     async with scaling(scaler, lock) as task:
         with pytest.raises(CrashLoop, match=r"did not serve within 0\.05 s"):
             await task
 
 
-async def hangs(scaler: LocalScaler) -> None:
+async def hangs(scaler: Scaler) -> None:
     """Wait until the scaler has one worker, which does not heed SIGTERM."""
-    await eventually(lambda: [one.last_lines() for one in scaler.processes] == ["deaf"], what="it is deaf")
+    await eventually(lambda: [one.last_lines() for one in scaler.members] == ["deaf"], what="it is deaf")
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 async def test_a_worker_that_hangs_in_its_drain_is_killed(lock: ScalerLock, tmp_path: Path, stopped: bool) -> None:
     how = means(tmp_path, HANGS, leave_s=0.05)
-    scaler = LocalScaler(replace(QUICK, most=1), how, places(1), Seen(PoolView(0.0, queued=9)), lock)
+    scaler = Scaler(replace(QUICK, most=1), how, places(1), Seen(PoolView(0.0, queued=9)), lock)
     async with scaling(scaler, lock) as task:
         await hangs(scaler)
-        (process,) = scaler.processes
+        (process,) = scaler.members
         if stopped:
             scaler.stop()
         else:
@@ -195,7 +196,7 @@ async def test_a_worker_that_hangs_in_its_drain_is_killed(lock: ScalerLock, tmp_
 
 async def test_the_lock_is_kept_until_the_last_worker_has_left(db: Redis, tmp_path: Path) -> None:
     lock = ScalerLock(db, "default", 0.5)
-    scaler = LocalScaler(replace(QUICK, most=1), means(tmp_path, HANGS), places(1), Seen(PoolView(0.0, queued=9)), lock)
+    scaler = Scaler(replace(QUICK, most=1), means(tmp_path, HANGS), places(1), Seen(PoolView(0.0, queued=9)), lock)
     async with scaling(scaler, lock) as task:
         await hangs(scaler)
         scaler.stop()
@@ -215,30 +216,30 @@ async def test_the_lock_is_kept_until_the_last_worker_has_left(db: Redis, tmp_pa
 async def test_a_worker_that_cannot_be_started_has_failed(lock: ScalerLock, tmp_path: Path) -> None:
     """As when the disk of the logs is full: the workers that run go on."""
     seen = Seen(PoolView(0.0, queued=9))
-    scaler = LocalScaler(replace(QUICK, least=1, most=1), means(tmp_path, SLEEPS), places(2), seen, lock)
+    scaler = Scaler(replace(QUICK, least=1, most=1), means(tmp_path, SLEEPS), places(2), seen, lock)
     async with scaling(scaler, lock) as task:
-        await eventually(lambda: len(scaler.processes) == 1, what="one was started")
-        scaler.processes[0].served_at = 0.0
-        scaler._means = replace(scaler._means, folder=tmp_path / "gone")
+        await eventually(lambda: len(scaler.members) == 1, what="one was started")
+        scaler.members[0].served_at = 0.0
+        scaler._means = means(tmp_path / "gone", SLEEPS)
         scaler._settings = replace(QUICK, least=2, most=2)
         await eventually(lambda: any(one.given_up for one in scaler._places), what="the other place is given up")
         assert len(scaler._present()) == 1
-        scaler.processes[0].kill()  # one that has served is tried again, however often others have failed
+        scaler.members[0].kill()  # one that has served is tried again, however often others have failed
         with pytest.raises(CrashLoop, match=r"The last one cannot be started: .*No such file"):
             await task
 
 
 async def test_the_first_signal_does_not_cut_a_drain_that_has_begun_already(lock: ScalerLock, tmp_path: Path) -> None:
     seen = Seen(PoolView(0.0, queued=9))
-    scaler = LocalScaler(replace(QUICK, least=1, most=1), means(tmp_path, HANGS), places(3), seen, lock)
+    scaler = Scaler(replace(QUICK, least=1, most=1), means(tmp_path, HANGS), places(3), seen, lock)
     async with scaling(scaler, lock) as task:
         await hangs(scaler)
-        scaler._means = replace(scaler._means, command=FAILS)
+        scaler._means = means(tmp_path, FAILS)
         scaler._settings = replace(QUICK, least=3)
         await eventually(lambda: scaler.draining, what="others fail again and again")
         scaler.stop()
         await asyncio.wait([task], timeout=0.0)
-        assert scaler.processes[0].exit_code is None
+        assert scaler.members[0].exit_code is None
         scaler.stop()
         with pytest.raises(CrashLoop):
             await task
@@ -253,44 +254,44 @@ async def test_restarts_wait_twice_as_long_each_time() -> None:
 
 async def test_without_an_answer_of_redis_nothing_starts_or_leaves(lock: ScalerLock, tmp_path: Path) -> None:
     seen = Seen(PoolView(0.0, queued=9))
-    scaler = LocalScaler(replace(QUICK, most=1), means(tmp_path, SLEEPS), places(1), seen, lock)
+    scaler = Scaler(replace(QUICK, most=1), means(tmp_path, SLEEPS), places(1), seen, lock)
     async with scaling(scaler, lock):
-        await eventually(lambda: len(scaler.processes) == 1, what="one was started")
-        (process,) = scaler.processes
+        await eventually(lambda: len(scaler.members) == 1, what="one was started")
+        (process,) = scaler.members
         seen.view = None
         scaler._settings = replace(QUICK, most=0)
         process.kill()
-        await eventually(lambda: not scaler.processes, what="it is forgotten")
+        await eventually(lambda: not scaler.members, what="it is forgotten")
         assert (process.place.failures, scaler._crashes) == (0, 0)  # without Redis every worker ends
         for _ in range(3):
             await scaler.step()
-        assert scaler.processes == []
+        assert scaler.members == []
 
 
 async def test_the_worker_with_the_least_in_flight_leaves_first(lock: ScalerLock, tmp_path: Path) -> None:
     seen = Seen(PoolView(0.0, queued=9))
-    scaler = LocalScaler(replace(QUICK, least=3), means(tmp_path, SLEEPS), places(3), seen, lock)
+    scaler = Scaler(replace(QUICK, least=3), means(tmp_path, SLEEPS), places(3), seen, lock)
     async with scaling(scaler, lock):
-        await eventually(lambda: len(scaler.processes) == 3, what="three were started")
-        pids = [one.pid for one in scaler.processes]
+        await eventually(lambda: len(scaler.members) == 3, what="three were started")
+        pids = [one.pid for one in scaler.members]
         seen.workers = tuple(
-            status(f"w{pid}", pid=pid, host=scaler._host, held=held)
+            status(f"w{pid}", pid=pid, host=socket.gethostname(), held=held)
             for pid, held in zip(pids, (5, 1, 3), strict=True)
         )  # fmt: skip
         seen.view = PoolView(0.0, running=9, slots=12, serving=3)
         scaler._settings = replace(QUICK, least=2, most=2)
-        await eventually(lambda: len(scaler.processes) == 2, what="one has left")
-        assert {one.pid for one in scaler.processes} == {pids[0], pids[2]}
+        await eventually(lambda: len(scaler.members) == 2, what="one has left")
+        assert {one.pid for one in scaler.members} == {pids[0], pids[2]}
 
 
 async def test_workers_of_others_count_and_are_left_alone(lock: ScalerLock, tmp_path: Path) -> None:
     seen = Seen(PoolView(0.0, queued=1, running=64, slots=64, serving=2, starting=1))
-    scaler = LocalScaler(replace(QUICK, least=1), means(tmp_path, SLEEPS), places(3), seen, lock)
+    scaler = Scaler(replace(QUICK, least=1), means(tmp_path, SLEEPS), places(3), seen, lock)
     await lock.take()
     try:
         for _ in range(3):
             await scaler.step()
-        assert len(scaler.processes) == 1  # the least; three of others are there
+        assert len(scaler.members) == 1  # the least; three of others are there
     finally:
         await scaler._drain_all()
 

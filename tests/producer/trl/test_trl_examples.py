@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,35 @@ def test_an_example_prints_its_curve(name: str, reader: Path, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert len(re.findall(r"^step +\d+  reward 0\.\d\d  #+$", printed, re.MULTILINE)) == STEPS
     assert "last steps: reward 0." in printed
+
+
+def check_recipe(printed: str) -> None:
+    """The curve, and what the page says is printed below it."""
+    assert len(re.findall(r"^step +\d+  reward [01]\.\d\d  #*$", printed, re.MULTILINE)) == STEPS
+    assert "last steps: reward" in printed
+
+
+def test_the_recipe_for_one_gpu(
+    reader: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TAUGHT", "2")
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "gsm8k"))
+    runpy.run_path(str(ROOT / "examples" / "gsm8k" / "one_gpu.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    check_recipe(printed)
+    assert "importance ratio 1.00" in printed
+
+
+def test_the_recipe_for_a_box_of_eight(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the page says, with two ranks and one worker. It needs an answer that is right now and then."""
+    monkeypatch.setenv("TAUGHT", "40")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = str(ROOT / "examples" / "gsm8k" / "eight_gpus.py")
+    done = subprocess.run([*command, program], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_recipe(done.stdout)
+    assert f"{STEPS * 64} samples trained" in done.stdout
 
 
 def test_the_page_runs(reader: Path) -> None:

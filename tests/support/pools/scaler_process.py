@@ -11,15 +11,15 @@ from support.pools import scripted_worker
 
 from rolloutmq.messages import connect
 from rolloutmq.ops.metrics import PoolWatch
-from rolloutmq.ops.scale import LocalScaler, Means, ScalerLock, ScaleSettings, places
+from rolloutmq.ops.scale import Means, Scaler, ScalerLock, ScaleSettings, ThisHost, places
 
 
 async def scale(url: str, folder: Path) -> None:
-    means = Means(scripted_worker.command(lease_s=30.0), scripted_worker.environment(url), folder)
+    means = Means(ThisHost(scripted_worker.command(lease_s=30.0), scripted_worker.environment(url), folder))
     async with connect(url) as redis:
         lock = ScalerLock(redis, "default")
         await lock.take()
-        await LocalScaler(ScaleSettings(least=1), means, places(1), PoolWatch(redis, "default"), lock).run()
+        await Scaler(ScaleSettings(least=1), means, places(1), PoolWatch(redis, "default"), lock).run()
 
 
 if __name__ == "__main__":

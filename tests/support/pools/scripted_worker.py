@@ -41,6 +41,7 @@ async def serve(options: dict[str, Any]) -> None:
     worker = Worker(config, engine, NoTokenizer())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.drain)
     await worker.run()
+    print("generated", worker.vitals.generation.generated_tokens, flush=True)
 
 
 if __name__ == "__main__":

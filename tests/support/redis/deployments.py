@@ -271,6 +271,17 @@ def _openssl(*arguments: str) -> None:
     subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=30)
 
 
+def with_tls() -> str | None:
+    """A server that can do TLS. Those that cannot say so; this one misses its certificate."""
+    folders = os.get_exec_path()
+    names = [shutil.which("redis-server", path=folder) for folder in folders]
+    for binary in dict.fromkeys([find_server(), *filter(None, names)]):
+        told = subprocess.run([binary, "--port", "0", "--tls-port", "1"], capture_output=True, text=True, check=False)
+        if "tls-cert-file" in told.stdout + told.stderr:
+            return binary
+    return None
+
+
 @contextmanager
 def tls_server(certificates: Certificates, certificate: Path, **config: str) -> Iterator[int]:
     """The TLS port of a server that shows `certificate`; raises NoTls if there is none that can do TLS.

@@ -252,6 +252,7 @@ def specimens() -> dict[str, Message]:
             state_since=1.5,
         ),
         "holding-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, hold_version=3),
+        "slurm-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, slurm_job="17.1"),
         "command": Command(id=ID, action="pause", worker_id="w", params={"mode": "abort"}, timeout_s=5.0),
         "signed-command": Command(id=ID, action="pause", timeout_s=5.0, sender="u@h"),
         "command-reply": CommandReply(id=ID, worker_id="w", ok=False, result={"x": 1}, kind="E", error="e"),

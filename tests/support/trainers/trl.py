@@ -187,9 +187,10 @@ def async_trainer(
 
 
 def grpo_trainer(
-    model: Path, out: Path, redis_url: str, *, rewards: Any = fourths, given: Any = None, **fields: Any
-) -> Any:
+    model: Path, out: Path, redis_url: str, *, rewards: Any = fourths, given: Any = None, colocated: Any = (),
+    **fields: Any,
+) -> Any:  # fmt: skip
     """A GRPOTrainer as a user makes one, and its rollouts."""
     args = GRPOConfig(str(out), **{"max_steps": 3, "save_strategy": "no", **SMALL, **fields})
-    rollouts = PoolRollouts(redis_url)
+    rollouts = PoolRollouts(redis_url, colocated=colocated)
     return GRPOTrainer(str(model), rewards, args, prompts(), rollout_func=rollouts, **(given or {})), rollouts
