@@ -8,6 +8,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -22,7 +23,9 @@ def page_application(page: Mapping[str, Any]) -> Starlette:
         for method, operation in item.items():
             if method != "parameters":
                 routes.append(Route(path, _endpoint(page, operation), methods=[method.upper()]))
-    return Starlette(routes=routes, exception_handlers=error_handlers())
+    handlers = error_handlers()
+    del handlers[HTTPException]  # a path that is missing here is not to look like a model that is
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 def validator(page: Mapping[str, Any], schema: Mapping[str, Any]) -> Draft202012Validator:
