@@ -112,6 +112,8 @@ def _worker(worker: dict[str, Any]) -> Iterator[str]:
         f"{worker['generated_tokens']:,} tokens",
     )
     yield from _wrapped(f"    {worker['engine']} on {worker['device']}", worker["model"])
+    if worker["why"]:
+        yield from _wrapped(f"    {worker['why']}")
 
 
 def startup_lines(state: dict[str, Any]) -> Iterator[str]:

@@ -35,7 +35,8 @@ class WorkerStatus(Message):
     update_share: share of the last minute that updates of the weights cost, 0 to 1.
     startup: seconds of each phase of its first start, see docs/operator.md.
     blocks: what keeps it from serving, by the names in BLOCKS or newer ones; none while it serves. why: who or what
-    that is, for people. restarts_in_a_row: restarts of the engine since it last finished a sample.
+    that is, for people; or, while it serves, what it warns of all the same.
+    restarts_in_a_row: restarts of the engine since it last finished a sample.
     state_since: Unix seconds by the worker's clock at which it came into this state.
     hold_version: the weights version that it keeps, None for one that follows the pool's.
     slurm_job: Slurm's job and how often that was started again, "17.0"; "" elsewhere.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .app import LIMITS, LOOPBACK, live_application, read_token, recorded_application
     from .export import as_page, page_of
     from .history import History, load
-    from .report import Limits, Report, report_of
+    from .report import Limits, report_of
     from .rollouts import Rollouts
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "LOOPBACK",
     "History",
     "Limits",
-    "Report",
     "Rollouts",
     "as_page",
     "live_application",

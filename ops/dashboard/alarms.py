@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 Severity = Literal["error", "warn", "note"]
 Kind = Literal[
@@ -28,10 +28,6 @@ class Alarm:
     evidence: str
     text: str
     doc: str
-
-    def as_data(self) -> dict[str, Any]:
-        """For the page."""
-        return asdict(self)
 
 
 class Usual(NamedTuple):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import asdict
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,9 @@ from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request as Http
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from ...messages.errors import ConfigError
 from ...messages.redis import PoolRedis
@@ -40,7 +39,6 @@ HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
 ]
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 LIMITS = HttpLimits(
     max_body_bytes=4096,
     max_connections=2 * MOST_VIEWERS,
@@ -93,11 +91,11 @@ class Shield:
             if message["type"] == "http.response.start":
                 names = {name.lower() for name, _ in message["headers"]}
                 message["headers"] = [*message["headers"], *(it for it in HEADERS if it[0] not in names)]
-                if b"cache-control" not in names:
-                    message["headers"].append((b"cache-control", b"no-store"))
+                if b"cache-control" not in names:  # the page's files have a tag
+                    message["headers"].append((b"cache-control", b"no-cache" if b"etag" in names else b"no-store"))
             await send(message)
 
-        host = _header(scope, b"host")
+        host = Http(scope).headers.get("host", "")
         if self._hosts is not None and _name(host) not in self._hosts:
             refused = Refused(421, "misdirected", "This address is for the host itself; the Host header names another.")
             await refused(scope, receive, told)
@@ -105,21 +103,8 @@ class Shield:
         await self._app(scope, receive, told)
 
 
-def _header(scope: Any, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
-
-
 def _name(host: str) -> str:
     return host[1 : host.index("]")] if host.startswith("[") and "]" in host else host.rpartition(":")[0] or host
-
-
-@cache
-def _file(name: str) -> tuple[bytes, str, str]:
-    """Bytes, content type and ETag of a file of the page. Raises KeyError."""
-    if name not in {path.name for path in PAGE.iterdir()} or Path(name).suffix not in TYPES:
-        raise KeyError(name)
-    data = (PAGE / name).read_bytes()
-    return data, TYPES[Path(name).suffix], f'"{hashlib.sha256(data).hexdigest()[:20]}"'
 
 
 def live_application(
@@ -173,7 +158,7 @@ def live_application(
         done = await live.requeue(await _asked_group(http, token))
         if done is None:
             raise Refused(404, "no_such_group", "No dead letters of this group are there any more.")
-        return _json(asdict(done))
+        return _json(done)
 
     routes = [Route("/events", events), Route("/requeue", requeue, methods=["POST"])]
     app = _application(host, (state, rows, rollout), routes, lifespan)
@@ -184,18 +169,11 @@ def live_application(
 def recorded_application(history: History, rollouts: Rollouts, host: str) -> Starlette:
     """The page of a recorded run."""
 
-    async def state(at: float | None, brief: bool) -> Any:
-        return await asyncio.to_thread(history.state, at, brief=brief)
-
-    async def rows(limit: int, query: Mapping[str, str]) -> Any:
-        return await asyncio.to_thread(_rows, history, limit, query)
-
-    async def rollout(job_id: str, sample: int) -> Any:
-        return await asyncio.to_thread(rollouts.one, job_id, sample)
-
     async def requeue(_: Http) -> Response:
         raise Refused(403, "read_only", "A recorded run is only shown.")
 
+    asks: tuple[Callable[..., Any], ...] = (history.state, partial(_rows, history), rollouts.one)
+    state, rows, rollout = (partial(asyncio.to_thread, ask) for ask in asks)
     return _application(host, (state, rows, rollout), [Route("/requeue", requeue, methods=["POST"])], None)
 
 
@@ -205,15 +183,15 @@ def _application(
     """source: what the routes of state, rows and a rollout show."""
     ask_state, ask_rows, ask_rollout = source
 
-    async def file(http: Http) -> Response:
-        return _page_file(http, http.path_params.get("name", "index.html"))
+    async def index(_: Http) -> Response:
+        return FileResponse(PAGE / "index.html")
 
     async def health(_: Http) -> Response:
         return _json({"ready": True})
 
     async def state(http: Http) -> Response:
         at = _number("at", http.query_params.get("at", ""))
-        return _json(await ask_state(at, http.query_params.get("brief") == "1"))
+        return _json(await ask_state(at, brief=http.query_params.get("brief") == "1"))
 
     async def rows(http: Http) -> Response:
         limit = int(_number("limit", http.query_params.get("limit", "")) or 50)
@@ -225,22 +203,10 @@ def _application(
             raise Refused(404, "no_such_job", "Neither Redis nor a journal given here knows this job.")
         return _json(found)
 
-    ours = {"/": file, "/page/{name}": file, "/health": health, "/state": state, "/rollouts": rows}
-    routes = [Route(path, it) for path, it in (ours | {"/rollout/{job_id}": rollout}).items()]
+    ours = {"/": index, "/health": health, "/state": state, "/rollouts": rows, "/rollout/{job_id}": rollout}
+    routes = [Mount("/page", StaticFiles(directory=PAGE)), *(Route(path, it) for path, it in ours.items()), *more]
     shield = Middleware(Shield, hosts=LOOPBACK if host in LOOPBACK else None)
-    handlers = error_handlers()
-    return Starlette(routes=[*routes, *more], middleware=[shield], lifespan=lifespan, exception_handlers=handlers)
-
-
-def _page_file(http: Http, name: str) -> Response:
-    try:
-        data, kind, tag = _file(name)
-    except KeyError:
-        raise Refused(404, "no_such_file", "The page has no such file.") from None
-    headers = {"etag": tag, "cache-control": "no-cache"}
-    if http.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=headers)
-    return Response(data, headers=headers, media_type=kind)
+    return Starlette(routes=routes, middleware=[shield], lifespan=lifespan, exception_handlers=error_handlers())
 
 
 async def _asked_group(http: Http, token: str | None) -> str:

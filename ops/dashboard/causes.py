@@ -91,6 +91,8 @@ def waiting_row(job_id: str, at: float, told: str, client: str = "") -> dict[str
     return EMPTY_ROW | {"job_id": job_id, "at": at, "state": "waiting", "why": printable(told), "client": client}
 
 
-def row_of(one: Failed) -> dict[str, Any]:
-    """A failed job in the list of rollouts."""
-    return EMPTY_ROW | {"job_id": one.job_id, "at": one.at, "state": "dead", "why": printable(one.text)}
+def failed_rows(failures: Iterable[Failed], limit: int, before: float) -> dict[str, Any]:
+    """Jobs that failed before a time, in the list of rollouts: the newest first, and where the next page begins."""
+    found = sorted((one for one in failures if one.at < before), key=lambda one: -one.at)
+    told = [{"job_id": one.job_id, "at": one.at, "state": "dead", "why": printable(one.text)} for one in found[:limit]]
+    return {"rows": [EMPTY_ROW | one for one in told], "next": repr(told[-1]["at"]) if len(found) > limit else None}

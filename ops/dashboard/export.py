@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..journal import plain
 from .history import History
+from .hub import as_json
 from .rollouts import Rollouts, row_of, rows_of
 
 PAGE = Path(__file__).with_name("page")
@@ -21,7 +20,6 @@ FRAMES, WORKERS = 200, 100_000
 """So many moments at most, and in all of them together so many workers."""
 SAMPLES = 200
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([A-Za-z0-9_-]+\.js)";$', re.MULTILINE)
-_ICON = re.compile(r"\s*<link rel=\"icon\"[^>]*>")
 
 
 def page_of(history: History, rollouts: Rollouts) -> dict[str, Any]:
@@ -30,25 +28,22 @@ def page_of(history: History, rollouts: Rollouts) -> dict[str, Any]:
     times = np.linspace(history.began, history.ended, count).tolist()
     rows = _chosen(history)
     shown = [row_of(history, row) for row in rows]
-    told = int(np.count_nonzero(~np.isnan(history.samples["at"])))
+    frames = [history.state(at, brief=True) for at in times]
+    for frame in frames:
+        del frame["publishes"]  # all moments of a run have them in common
     return {
-        "frames": [_less(history.state(at, brief=True)) for at in times],
+        "frames": frames,
         "state": history.state(),
         "rows": [*shown, *rows_of(history, SAMPLES, outcome="waiting")["rows"]],
-        "left_out": told - len(shown),
+        "left_out": int(history.have.sum()) - len(shown),
         "rollouts": rollouts.many([(one["job_id"], one["sample"]) for one in shown]),
     }
-
-
-def _less(frame: dict[str, Any]) -> dict[str, Any]:
-    """Without what every moment of a run has in common."""
-    return {name: value for name, value in frame.items() if name != "publishes"}
 
 
 def _chosen(history: History) -> list[int]:
     """All samples if there are few; else the newest, those of the lowest reward and the most stale. Newest first."""
     of = history.samples
-    rows = np.flatnonzero(~np.isnan(of["at"]))
+    rows = np.flatnonzero(history.have)
     newest = rows[np.argsort(-of["at"][rows], kind="stable")]
     worst = rows[np.argsort(of["reward"][rows], kind="stable")]
     stale = rows[np.argsort(-np.nan_to_num(history.behind[rows], nan=-1.0), kind="stable")]
@@ -60,14 +55,13 @@ def as_page(run: Mapping[str, Any]) -> str:
     """The HTML of a run, as `page_of` gives it, or of a replay's report."""
     html = (PAGE / "index.html").read_text(encoding="utf-8")
     style, script = (PAGE / "page.css").read_text(encoding="utf-8"), _script("main.js", set())
-    data = json.dumps(plain(dict(run)), ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )
+    data = as_json(run).decode().replace("<", "\\u003c")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src 'unsafe-inline'; img-src data:; "
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    html = _ICON.sub("", html)
+    html = _replaced(html, '<link rel="icon" href="page/icon.svg">', "")
     html = _replaced(html, "<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{policy}">')
     html = _replaced(html, '<link rel="stylesheet" href="page/page.css">', f"<style>{style}</style>")
     element = f'<script type="application/json" id="run">{data}</script>'
@@ -89,8 +83,3 @@ def _script(name: str, done: set[str]) -> str:
     text = (PAGE / name).read_text(encoding="utf-8")
     before = [_script(other, done) for other in _IMPORT.findall(text) if other not in done]
     return "".join(before) + re.sub(r"^export ", "", _IMPORT.sub("", text), flags=re.MULTILINE)
-
-
-def _digest(text: str) -> str:
-    """What a content security policy names an inline script by."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

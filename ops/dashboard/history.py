@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,10 @@ from ...messages.journal import read
 from ...messages.model import PRIORITIES
 from ...messages.remote import without_secrets
 from ...producer.diagnosis import Reason
-from ..journal import FATES, Run
-from .causes import Group, grouped
-from .tracks import refusals_of, tracks_of
-from .verdict import WINDOW_S, Moment, Rewards, alarms_of, verdict_of
+from ..journal import Run
+from .causes import grouped
+from .tracks import faults, tracks_of
+from .verdict import WINDOW_S, Moment, Refusal, Rewards, frame_of
 
 Float = npt.NDArray[np.float64]
 POINTS = 900
@@ -40,28 +40,27 @@ def load(folder: str) -> History:
 
 
 class History:
-    """What a recording says at time T, in seconds since 1970. It must not be added to any more."""
+    """What a recording says at time T, in seconds since 1970. It must not be added to any more.
+
+    have: (samples,) whether a result came. behind: see `_staleness`.
+    """
 
     def __init__(self, recording: Run, pool: str = "") -> None:
         self.recording, self.pool = recording, pool
         self.jobs, self.samples = recording.jobs.frame(), recording.samples.frame()
         self.attempts = recording.attempts.frame()
         self.tracks = tracks_of(recording, self.attempts, self.samples)
-        self.refusals = refusals_of(recording)
+        refused = faults(recording, "refused: ")
+        self.refusals = [Refusal(at, name, version or 0, why) for at, name, version, why in refused]
+        self.restarts = [(at, name) for at, name, *_ in faults(recording, "engine died")]
         self.publishes: list[list[Any]] = [[at, v, *told] for (at, v), told in sorted(recording.publishes.items())]
         self.job_names = list(recording.job_ids)
         self.began = recording.first if math.isfinite(recording.first) else 0.0
         self.ended = recording.last if math.isfinite(recording.last) else 0.0
         self.own = any(life.own for life in recording.workers.values())
         self._estimate_claims()
-        self._have = ~np.isnan(self.samples["at"])
+        self.have = ~np.isnan(self.samples["at"])
         self.deaths = sorted(track.died for track in self.tracks.values() if track.died is not None)
-        self.restarts = sorted(
-            (at, name)
-            for name, life in recording.workers.items()
-            for at, what, _, text in life.events
-            if what == "fault" and text.startswith("engine died")
-        )
         self.behind = self._staleness()
 
     def _estimate_claims(self) -> None:
@@ -72,18 +71,12 @@ class History:
         np.fmin.at(first, samples["job"], began)
         of["claimed"] = np.where(np.isnan(of["claimed"]), first, of["claimed"])
 
-    @cached_property
-    def _timeline(self) -> tuple[Float, npt.NDArray[np.int64]]:
-        """When which version was the pool's newest: never older than before."""
-        found = sorted((at, version) for version, at in self.recording.committed.items())
-        times = np.array([at for at, _ in found], np.float64)
-        return times, np.maximum.accumulate(np.array([version for _, version in found], np.int64))
-
     def _staleness(self) -> Float:
         """(samples,) by how many versions each was behind when it was consumed; NaN for what was not, or is unknown."""
-        times, versions = self._timeline
-        samples = self.samples
-        behind = samples["stale"].copy()
+        found = sorted((at, version) for version, at in self.recording.committed.items())
+        times = np.array([at for at, _ in found], np.float64)
+        versions = np.maximum.accumulate(np.array([version for _, version in found], np.int64))  # newest by then
+        samples, behind = self.samples, self.samples["stale"].copy()
         if len(times):
             place = np.searchsorted(times, samples["consumed"], "right") - 1
             known = ~np.isnan(samples["consumed"]) & (place >= 0) & (samples["newest"] >= 0) & np.isnan(behind)
@@ -103,7 +96,7 @@ class History:
         return frame | {"lanes": lanes, "series": self.series}
 
     def _frame(self, t: float, *, over: bool) -> dict[str, Any]:
-        flow, failures, versions = self._flow(t), self.failures(t), self._by_version(t)
+        flow = self._flow(t)
         stale, unclaimed = self.staleness(self.began if over else t - WINDOW_S, t), self.unclaimed(t)
 
         def within(events: Sequence[Any]) -> list[Any]:
@@ -118,19 +111,16 @@ class History:
             at=t, over=over, running=flow["running"], scale=scale, scale_since=scale_since,
             reasons=self._stopped(t, waits=bool(unclaimed) or scale[0] in {"starting", "unclaimed"}, over=over),
             deaths=within(self.deaths), refusals=within(self.refusals), restarts=within(self.restarts),
-            failures=failures, stale=stale, rewards=self.rewards(t), unclaimed=unclaimed,
+            failures=grouped(one for one in self.recording.failures.values() if one.at <= t),
+            stale=stale, rewards=self.rewards(t), unclaimed=unclaimed,
             lost_entries=self.recording.lost,
         )  # fmt: skip
-        alarms = alarms_of(moment)
-        verdict = verdict_of(moment, alarms)
+        frame = frame_of(moment)
         if over and not self.own:
-            verdict["why"].append(NO_WORKER)
-        return {
-            "at": t, "pool": self.pool, "mode": "journal", "can_act": False, "began": self.began, "ended": self.ended,
-            "silent_s": 0.0, "verdict": verdict, "workers": self._workers(t), "publishes": self.publishes,
-            "staleness": {str(k): n for k, n in stale.items()}, "flow": flow, "versions": versions,
-            "failures": [group.as_data() | {"requeueable": False} for group in failures],
-            "alarms": [one.as_data() for one in alarms],
+            frame["verdict"]["why"].append(NO_WORKER)
+        return frame | {
+            "pool": self.pool, "mode": "journal", "can_act": False, "began": self.began, "ended": self.ended,
+            "workers": self._workers(t), "publishes": self.publishes, "flow": flow, "versions": self._by_version(t),
         }  # fmt: skip
 
     def _scale(self, t: float, flow: dict[str, Any]) -> tuple[tuple[str, str], float]:
@@ -142,10 +132,16 @@ class History:
         return (str(states[place]), told), float(times[place])
 
     @cached_property
-    def _scaled(self) -> tuple[Float, npt.NDArray[np.str_]]:
-        """When that changed, and to what."""
+    def _served(self) -> tuple[Float, Float]:
+        """From when to when a worker served, for each such span; NaN for those that have no end."""
         spans = [it[:2] for track in self.tracks.values() for it in track.spans if it[3] == "serving"]
         begin, end = np.array(spans, np.float64).reshape(-1, 2).T  # None becomes NaN
+        return begin, end
+
+    @cached_property
+    def _scaled(self) -> tuple[Float, npt.NDArray[np.str_]]:
+        """When that changed, and to what."""
+        begin, end = self._served
         of_jobs = [self.jobs[name] for name in ("at", "claimed", "end")]
         at = np.unique(np.concatenate([[self.began], *of_jobs, begin, end]))
         waits, runs = self._counts(at := at[~np.isnan(at)])
@@ -177,14 +173,10 @@ class History:
         return [Reason("paused" if paused else "asleep", told, do, min(it[0] for it in found.values()), stops=waits)]
 
     def _workers(self, t: float) -> dict[str, Any]:
-        here = self._have & (self.samples["at"] <= t) & (self.samples["at"] > t - RATE_S)
-        tokens = Counter[int]()
-        for worker, count in zip(
-            self.samples["worker"][here].tolist(), self.samples["tokens"][here].tolist(), strict=True
-        ):
-            tokens[worker] += count
-        begun = self.attempts["at"] <= t
-        running = Counter(self.attempts["worker"][begun & (self.attempts["end"] > t)].tolist())
+        here, names = self._lately(t, RATE_S), len(self.recording.names.texts)
+        tokens = np.bincount(self.samples["worker"][here], self.samples["tokens"][here], names)
+        runs = (self.attempts["at"] <= t) & (self.attempts["end"] > t)
+        running = np.bincount(self.attempts["worker"][runs], minlength=names)
         found = {}
         for name, track in self.tracks.items():
             state, version = track.at(t)
@@ -194,9 +186,9 @@ class History:
             life, number = self.recording.workers[name], self.recording.names[name]
             found[name] = {
                 "state": "dead" if dead else state, "version": version, "alive": not dead, "host": life.host,
-                "running": running[number], "max_running": life.slots, "restarts": sum(
+                "running": int(running[number]), "max_running": life.slots, "restarts": sum(
                     who == name and at <= t for at, who in self.restarts),
-                "tokens_per_s": round(tokens[number] / RATE_S, 1),
+                "tokens_per_s": round(float(tokens[number]) / RATE_S, 1),
             }  # fmt: skip
         return found
 
@@ -204,9 +196,9 @@ class History:
         jobs, samples = self.jobs, self.samples
         over, claimed, waits = jobs["end"] <= t, jobs["claimed"] <= t, self.waiting(t)
         ages = {
-            name: _ages(t - jobs["at"][waits & (jobs["priority"] == place)]) for place, name in enumerate(PRIORITIES)
+            name: ages_of(t - jobs["at"][waits & (jobs["priority"] == place)]) for place, name in enumerate(PRIORITIES)
         }
-        recent = self._have & (samples["at"] <= t) & (samples["at"] > t - RATE_S)
+        recent = self._lately(t, RATE_S)
         seconds = min(RATE_S, max(1.0, t - self.began))
         return {
             "queued": int(waits.sum()), "running": int((claimed & ~over).sum()), "ages": ages,
@@ -219,9 +211,13 @@ class History:
         """(jobs,) which had been accepted by then, and nobody had claimed."""
         return (self.jobs["at"] <= t) & ~(self.jobs["claimed"] <= t) & ~(self.jobs["end"] <= t)
 
+    def _lately(self, t: float, seconds: float) -> npt.NDArray[np.bool_]:
+        """(samples,) which had come by then, and no longer ago than this."""
+        return (self.samples["at"] <= t) & (self.samples["at"] > t - seconds)
+
     def _waits(self, t: float) -> float | None:
         """The part of the last 15 minutes in which the trainer waited for samples; None if it does not say."""
-        waited = self.samples["waited"][(self.samples["at"] <= t) & (self.samples["at"] > t - WINDOW_S)]
+        waited = self.samples["waited"][self._lately(t, WINDOW_S)]
         seconds = min(WINDOW_S, max(1.0, t - self.began))
         return None if np.isnan(waited).all() else round(min(1.0, float(np.nansum(waited)) / seconds), 3)
 
@@ -233,7 +229,7 @@ class History:
 
     def _by_version(self, t: float) -> dict[str, Any]:
         """Of samples by the newest version that sampled them."""
-        here = np.flatnonzero(self._have & (self.samples["at"] <= t) & (self.samples["newest"] >= 0))
+        here = np.flatnonzero((self.samples["at"] <= t) & (self.samples["newest"] >= 0))
         newest = self.samples["newest"][here]
         found: dict[str, Any] = {}
         for version in np.unique(newest)[-VERSIONS:].tolist():
@@ -247,9 +243,7 @@ class History:
 
     def rewards(self, t: float) -> dict[int, Rewards]:
         """Of each version the samples with a reward."""
-        here = (
-            self._have & (self.samples["at"] <= t) & ~np.isnan(self.samples["reward"]) & (self.samples["newest"] >= 0)
-        )
+        here = (self.samples["at"] <= t) & ~np.isnan(self.samples["reward"]) & (self.samples["newest"] >= 0)
         reward, version = self.samples["reward"][here], self.samples["newest"][here]
         numbers, place = np.unique(version, return_inverse=True)
         sums = [np.bincount(place, it, len(numbers)) for it in (None, reward, reward**2)]
@@ -257,10 +251,6 @@ class History:
         np.minimum.at(first, place, self.samples["at"][here])
         told = zip(numbers, *sums, first, strict=True)
         return {int(v): Rewards(int(n), float(s), float(q), float(since)) for v, n, s, q, since in told}
-
-    def failures(self, t: float = math.inf) -> list[Group]:
-        """Jobs that failed, by cause."""
-        return grouped(one for one in self.recording.failures.values() if one.at <= t)
 
     def unclaimed(self, t: float) -> list[tuple[str, int, float]]:
         """Jobs that nobody had claimed by then, though later ones were: what they ask for, how many, since when."""
@@ -282,23 +272,17 @@ class History:
         at = np.linspace(self.began, self.ended, POINTS if self.ended > self.began else 1)
         samples, done = self.samples, np.where(self.jobs["ok"] == 1, self.jobs["end"], np.nan)
         waits, runs = self._counts(at)
-        tokens = np.histogram(samples["at"][self._have], [*at, at[-1] + 1e-3], weights=samples["tokens"][self._have])[0]
+        begin, end = self._served
+        serving = _until(begin, at) - _until(end, at, "left")
+        tokens = np.histogram(samples["at"][self.have], [*at, at[-1] + 1e-3], weights=samples["tokens"][self.have])[0]
         width = max(1e-9, float(at[1] - at[0])) if len(at) > 1 else 1.0
         consumed = _until(samples["consumed"], at).tolist() if self.recording.counts["consumed"] else [None] * len(at)
         return {
             "at": at.tolist(), "queued": waits.tolist(), "running": runs.tolist(), "done": _until(done, at).tolist(),
             "consumed": consumed,
-            "tokens_per_s": np.round(tokens / width, 1).tolist(), "serving": self._serving(at).tolist(),
+            "tokens_per_s": np.round(tokens / width, 1).tolist(), "serving": serving.tolist(),
             "age_p95": self._age_series(at),
         }  # fmt: skip
-
-    def _serving(self, at: Float) -> npt.NDArray[np.int64]:
-        count = np.zeros(len(at), np.int64)
-        for track in self.tracks.values():
-            for begin, end, _, state in track.spans:
-                if state in {"serving", "updating"}:
-                    count += (at >= begin) & (at <= (self.ended if end is None else end))
-        return count
 
     def _age_series(self, at: Float) -> list[float | None]:
         """p95 of how long the jobs that were claimed in a bin had waited."""
@@ -311,22 +295,16 @@ class History:
         pairs = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
         return [round(float(np.percentile(ordered[a:b], 95)), 3) if b > a else None for a, b in pairs]
 
-    def fate(self, row: int) -> tuple[str | None, str]:
-        """What became of a sample at the trainer, and why it was dropped."""
-        name = FATES[int(self.samples["fate"][row])] or None
-        return name, self.recording.names.texts[int(self.samples["why"][row])]
+
+def _until(times: Float, at: Float, side: Literal["left", "right"] = "right") -> npt.NDArray[np.int64]:
+    """How many of these times are no later, for each of `at`; left: earlier."""
+    return np.searchsorted(np.sort(times[~np.isnan(times)]), at, side)
 
 
-def _until(times: Float, at: Float) -> npt.NDArray[np.int64]:
-    """How many of these times are no later, for each of `at`."""
-    return np.searchsorted(np.sort(times[~np.isnan(times)]), at, "right")
-
-
-def _ages(ages: Float) -> dict[str, Any]:
-    if not len(ages):
-        return {"p50": None, "p95": None, "n": 0}
-    middle, high = np.percentile(ages, [50, 95]).tolist()
-    return {"p50": round(middle, 2), "p95": round(high, 2), "n": len(ages)}
+def ages_of(ages: Float | Sequence[float]) -> dict[str, Any]:
+    """The contract's ages of jobs, in seconds."""
+    middle, high = np.percentile(ages, [50, 95]).round(2).tolist() if len(ages) else (None, None)
+    return {"p50": middle, "p95": high, "n": len(ages)}
 
 
 def _mean(values: Float) -> float | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import orjson
+
+from ..journal import plain
 
 AHEAD = 8
 """Ticks that wait for one viewer. Who is further behind gets the whole state instead."""
@@ -14,21 +17,11 @@ MOST_VIEWERS = 1000
 
 
 def as_json(value: Any) -> bytes:
-    """JSON; NaN and infinity become null, and lone surrogates are replaced."""
+    """JSON; NaN and infinity become null."""
     try:
         return orjson.dumps(value)
-    except TypeError:
-        return orjson.dumps(_plain(value))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, Mapping):
-        return {str(_plain(str(name))): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value if isinstance(value, int | float | bool | None) else str(value)
+    except TypeError:  # it has lone surrogates, long integers or arrays
+        return json.dumps(plain(value), default=str, separators=(",", ":")).encode()
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

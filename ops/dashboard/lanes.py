@@ -30,7 +30,7 @@ def state_of(status: WorkerStatus, alive: bool) -> str:
 
 @dataclass(slots=True)
 class Lane:
-    """One worker's row. kept: how many spans the page has been told that are settled."""
+    """One worker's row."""
 
     host: str = ""
     spans: list[Span] = field(default_factory=list)
@@ -40,10 +40,6 @@ class Lane:
     restarts: int = 0
     stalled: bool = False
     warned: Refusal | None = None  # it serves, and says what is wrong all the same
-
-    def as_data(self) -> dict[str, Any]:
-        """For the page."""
-        return {"spans": [list(one) for one in self.spans], "ticks": [list(one) for one in self.ticks]}
 
 
 class Ribbon:
@@ -65,24 +61,29 @@ class Ribbon:
         self._lease_ends: Mapping[str, float] = {}
         self._spans: dict[str, list[Span]] = {}
         self._ticks: dict[str, list[Tick]] = {}
+        self._gone: list[str] = []
 
     @property
     def refusals(self) -> list[Refusal]:
         """Versions that workers did not take in the last 15 minutes, and snapshots that they warn of now."""
         return sorted([*self._refusals, *(it.warned for it in self.lanes.values() if it.warned is not None)])
 
-    def take(self, pool: PoolReading, ended: tuple[Epoch, ...]) -> dict[str, Any]:
-        """Take in a reading, and the transfers that have ended. Returns what changed, for a tick."""
-        self._spans, self._ticks = {}, {}
+    def changes(self) -> dict[str, Any]:
+        """What has changed since this was asked, for a tick."""
+        changed = {"spans": self._spans, "ticks": self._ticks, "gone": self._gone}
+        self._spans, self._ticks, self._gone = {}, {}, []
+        return changed
+
+    def take(self, pool: PoolReading, ended: tuple[Epoch, ...]) -> None:
+        """Take in a reading, and the transfers that have ended."""
         alive, at = {one.worker_id for one in pool.alive}, pool.at
         for epoch in ended:
             self._ended(epoch, pool)
         for status in pool.workers:
             self._seen(status, status.worker_id in alive, at)
         self._missing(pool)
-        gone = self._forget(at - WINDOW_S)
+        self._forget(at - WINDOW_S)
         self._first = False
-        return {"spans": self._spans, "ticks": self._ticks, "gone": gone}
 
     def _seen(self, status: WorkerStatus, alive: bool, at: float) -> None:
         lane = self.lanes.get(status.worker_id)
@@ -169,22 +170,20 @@ class Ribbon:
         self.lanes[name].ticks.append(tick)
         self._ticks.setdefault(name, []).append(tick)
 
-    def _forget(self, before: float) -> list[str]:
-        """Drop what is older; returns the lanes that are gone."""
-        gone = []
-        for name, lane in self.lanes.items():
+    def _forget(self, before: float) -> None:
+        """Drop what is older."""
+        for lane in self.lanes.values():
             while len(lane.spans) > MOST or (lane.spans and lane.spans[0][1] is not None and lane.spans[0][1] < before):
                 lane.spans.pop(0)
             while len(lane.ticks) > MOST or (lane.ticks and lane.ticks[0][0] < before):
                 lane.ticks.pop(0)
-            if not lane.spans:
-                gone.append(name)
+        gone = [name for name, lane in self.lanes.items() if not lane.spans]
+        self._gone += gone
         for name in gone:
             del self.lanes[name]
         for events in (self.deaths, self._refusals, self.restarts, self.stalls, self.publishes):
             while events and events[0][0] < before:
                 events.pop(0)
-        return gone
 
 
 def workers_of(pool: PoolReading) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from ...messages.broker import Broker, DeadLetters, LetterHead
 from ...messages.errors import CannotRequeue, InvalidField, NoSuchDeadLetter, PoolBusy
@@ -17,24 +17,14 @@ MOST = 10_000
 """Letters of a shard that are kept in mind, as many as Redis keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Requeued:
-    """What became of a group: letters that are jobs again, that cannot be, and that were left because of `why`."""
-
-    requeued: int
-    refused: int
-    left: int
-    why: str = ""
-
-
 class Letters:
-    """The dead letters of all shards."""
+    """The dead letters of all shards. failed: all of them; groups: by cause."""
 
     def __init__(self, parts: Sequence[Broker]) -> None:
         self._parts = parts
         self._boxes = [DeadLetters(part) for part in parts]
         self._known: list[dict[str, LetterHead]] = [{} for _ in parts]  # newest first
-        self._failed: list[Failed] = []
+        self.failed: list[Failed] = []
         self.groups: list[Group] = []
         self._counts: list[int] = []
 
@@ -50,12 +40,12 @@ class Letters:
                 fresh, known = await self._newer(box, {}), {}
             self._known[place] = fresh | known
         self._counts = counts
-        self._failed = [
+        self.failed = [
             Failed(one.at, one.job_id, f"{one.cause}: {one.error}" if one.error else one.cause, f"{place}/{entry}")
             for place, known in enumerate(self._known)
             for entry, one in known.items()
         ]
-        self.groups = grouped(self._failed)
+        self.groups = grouped(self.failed)
 
     async def _newer(self, box: DeadLetters, known: dict[str, LetterHead]) -> dict[str, LetterHead]:
         found: dict[str, LetterHead] = {}
@@ -71,14 +61,11 @@ class Letters:
             before = page[-1].entry_id
         return found
 
-    def newest(self, limit: int, before: float) -> list[Failed]:
-        """The newest letters of before a time."""
-        return sorted((one for one in self._failed if one.at < before), key=lambda one: -one.at)[:limit]
-
-    async def requeue(self, group: str) -> Requeued | None:
+    async def requeue(self, group: str) -> dict[str, Any] | None:
         """Submit the jobs of a group again, exactly those that it had when it was last shown. None: no such group.
 
-        Those of a pool that is busy are left. Raises RedisError.
+        Returns how many letters are jobs again, how many cannot be, and how many were left because of `why`, such as
+        a pool that is busy. Raises RedisError.
         """
         found = next((one for one in self.groups if one.id == group), None)
         if found is None:
@@ -100,4 +87,4 @@ class Letters:
         left = max(0, len(found.entries) - done - refused) if why else 0
         log.warning("requeued %d dead letters of group %s (%s), refused %d, left %d", done, group, found.cause, refused,
                     left)  # fmt: skip
-        return Requeued(done, refused, left, why)
+        return {"requeued": done, "refused": refused, "left": left, "why": why}

@@ -7,7 +7,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -21,15 +20,16 @@ from ...messages.redis import PoolRedis, text, whole
 from ...producer.diagnosis import Cause, reasons
 from ..journal import live_of, plain, waiting_of
 from ..metrics import PoolWatch, Reading
-from ..scale import Decision, PoolView, ScaleSettings, decide
+from ..scale import Decision, ScaleSettings, decide
 from ..scale import History as ScaleHistory
 from ..terminal import printable
-from .causes import EMPTY_ROW, row_of, waiting_row
+from .causes import EMPTY_ROW, failed_rows, waiting_row
+from .history import ages_of
 from .hub import Hub, as_json, merge_patch
 from .lanes import Ribbon, workers_of
-from .letters import Letters, Requeued
+from .letters import Letters
 from .recent import Recent
-from .verdict import Moment, alarms_of, verdict_of
+from .verdict import Moment, frame_of
 
 log = logging.getLogger(__name__)
 EVERY_S = 1.0
@@ -65,11 +65,8 @@ class LivePool:
         self._heard = time.monotonic()
         self._trouble = ""
         self._frame: dict[str, Any] = {}
-        self._sent: Mapping[str, Any] = {}
-        self._looked: tuple[Reading, PoolView, Decision, dict[str, dict[str, Any]]] | None = None
-        self._lanes: dict[str, Any] = {"spans": {}, "ticks": {}, "gone": []}
+        self._looked: tuple[Reading, Decision, dict[str, dict[str, Any]]] | None = None
         self._began = self._next = 0.0
-        self._points: dict[str, float | None] = {}
 
     async def run(self) -> None:
         """Look, and tell everybody, once a second."""
@@ -97,8 +94,8 @@ class LivePool:
             ages = await self._ages(reading)
             slow_s = time.monotonic() - asked
             await self.letters.read()
-            self._looked = reading, view, decision, ages
-            self._merge(self.ribbon.take(reading.pool, reading.ended))
+            self._looked = reading, decision, ages
+            self.ribbon.take(reading.pool, reading.ended)
             self._began = self._began or reading.pool.at
             self._heard, self._trouble, self.looks = time.monotonic(), "", self.looks + 1
         except (RedisError, OSError, TimeoutError, RolloutMQError) as error:
@@ -109,12 +106,6 @@ class LivePool:
         cost = max(CPU_SHARE * (time.thread_time() - busy), WAIT_SHARE * slow_s)
         self._next = began + min(LONGEST_S, max(EVERY_S, cost)) - 0.1
 
-    def _merge(self, changed: Mapping[str, Any]) -> None:
-        for kind in ("spans", "ticks"):
-            for name, some in changed[kind].items():
-                self._lanes[kind].setdefault(name, []).extend(some)
-        self._lanes["gone"] += changed["gone"]
-
     async def _ages(self, reading: Reading) -> dict[str, dict[str, Any]]:
         """The contract's ages, of DRAWN jobs each at the front, in the middle and at the end of each queue."""
         drawn: list[list[float]] = [[] for _ in PRIORITIES]
@@ -124,22 +115,22 @@ class LivePool:
                 for queue, count in zip(part.keys.queues, reading.pool.load.queued, strict=True):
                     for first in (0, count // 2, -DRAWN):
                         pipe.zrange(queue, first, first + DRAWN - 1)
-                found = await pipe.execute(raise_on_error=False)
-            for place, members in enumerate(found):
+                answers = await pipe.execute(raise_on_error=False)
+            for place, members in enumerate(answers):
                 ids = {text(one) for one in members} if isinstance(members, list) else ()
                 drawn[place // 3] += [age for it in ids if (age := age_s(it, reading.pool.at)) is not None]
-        return {
-            name: {"p50": _quantile(ages, 0.5), "p95": _quantile(ages, 0.95), "n": count}
-            for name, ages, count in zip(PRIORITIES, map(sorted, drawn), reading.pool.load.queued, strict=True)
-        }
+        found = zip(PRIORITIES, drawn, reading.pool.load.queued, strict=True)
+        return {name: ages_of(ages) | {"n": count} for name, ages, count in found}
 
     def _tell(self) -> None:
         """Work out what changed, and give it to the viewers."""
         if self._looked is not None:
-            self._frame = self._make_frame(*self._looked)
-            self._add_point()
-            self.hub.send({"patch": merge_patch(self._sent, self._frame), "points": self._points} | self._lanes)
-            self._sent, self._lanes = self._frame, {"spans": {}, "ticks": {}, "gone": []}
+            before, self._frame = self._frame, self._make_frame(*self._looked)
+            points = self._points()
+            for name, values in self.series.items():
+                values.append(points[name])
+            patch = merge_patch(before, self._frame)
+            self.hub.send({"patch": patch, "points": points} | self.ribbon.changes())
 
     @property
     def silent_s(self) -> float:
@@ -148,36 +139,25 @@ class LivePool:
         waits = silent - max(0.0, self._next - self._heard)
         return round(silent, 1) if self._trouble or waits > LATE_S else 0.0
 
-    def _make_frame(
-        self, reading: Reading, view: PoolView, decision: Decision, ages: dict[str, dict[str, Any]]
-    ) -> dict[str, Any]:
-        pool, load = reading.pool, reading.pool.load
-        told = self._recent.told if self._recent is not None else None
-        behind = told.staleness if told is not None else self._finished_staleness()
-        moment = self._moment(reading, decision, behind)
-        if told is not None:
-            moment = replace(moment, rewards=told.rewards)
-        alarms = alarms_of(moment)
-        return {
-            "at": moment.at, "pool": self._pool, "mode": "live", "can_act": self._can_act, "began": self._began,
-            "ended": None, "silent_s": moment.silent_s,
-            "verdict": verdict_of(moment, alarms, self._frame.get("verdict")),
+    def _make_frame(self, reading: Reading, decision: Decision, ages: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        pool, load, moment = reading.pool, reading.pool.load, self._moment(reading, decision)
+        journal = (self._recent.frame if self._recent is not None else None) or {"flow": {}, "versions": {}}
+        return frame_of(moment, self._frame.get("verdict")) | {
+            "pool": self._pool, "mode": "live", "can_act": self._can_act, "began": self._began, "ended": None,
             "workers": dict(workers_of(pool)),
             "publishes": [list(one) for one in self.ribbon.publishes],
-            "staleness": {str(k): n for k, n in behind.items() if n},
             "flow": {
-                "queued": sum(load.queued) + load.suspects, "running": sum(one.running for one in pool.alive),
-                "done": load.done, "consumed": None if told is None else told.consumed,
+                "queued": sum(load.queued) + load.suspects, "running": moment.running, "done": load.done,
+                "consumed": journal["flow"].get("consumed"),
                 "failed": load.dead + load.expired + load.cancelled, "ages": ages,
                 "tokens_per_s": round(sum(one.tokens_per_s for one in pool.alive), 1),
-                "trainer_waits": None if told is None else told.trainer_waits,
+                "trainer_waits": journal["flow"].get("trainer_waits"),
             },
-            "versions": {} if told is None else told.versions,
-            "failures": [one.as_data() for one in self.letters.groups],
-            "alarms": [one.as_data() for one in alarms],
+            "versions": journal["versions"],
         }  # fmt: skip
 
-    def _moment(self, reading: Reading, decision: Decision, stale: Mapping[int, int]) -> Moment:
+    def _moment(self, reading: Reading, decision: Decision) -> Moment:
+        recent = self._recent
         pool, load = reading.pool, reading.pool.load
         silent = self.silent_s
         kept = load.open_bytes + load.unread_bytes + load.letter_bytes + load.saved_bytes + load.session_bytes
@@ -189,7 +169,9 @@ class LivePool:
             running=sum(one.running for one in pool.alive),
             syncing=pool.newest if under_way else None,
             deaths=self.ribbon.deaths, refusals=self.ribbon.refusals, restarts=self.ribbon.restarts,
-            stalls=self.ribbon.stalls, failures=self.letters.groups, stale=stale,
+            stalls=self.ribbon.stalls, failures=self.letters.groups,
+            stale=self._finished_staleness() if recent is None or recent.staleness is None else recent.staleness,
+            rewards={} if recent is None or recent.rewards is None else recent.rewards,
             full={kind: used / limit for kind, (used, limit) in shares.items() if limit},
         )  # fmt: skip
 
@@ -198,18 +180,17 @@ class LivePool:
         bounds = (*STALENESS_BOUNDS, 2 * STALENESS_BOUNDS[-1])
         return dict(zip(bounds, map(int, self._watch.totals.staleness.counts), strict=False))
 
-    def _add_point(self) -> None:
+    def _points(self) -> dict[str, float | None]:
+        """The newest of each series."""
         flow, workers = self._frame["flow"], self._frame["workers"].values()
         oldest = [age["p95"] for age in flow["ages"].values() if age["p95"] is not None]
         serving = sum(one["alive"] and one["state"] in {"serving", "updating"} for one in workers)
         known = not self._frame["silent_s"]
-        point = {
-            name: flow[name] if known else None for name in ("queued", "running", "done", "consumed", "tokens_per_s")
-        }
-        point |= {"at": self._frame["at"], "serving": serving if known else None, "age_p95": max(oldest, default=None)}
-        for name in SERIES:
-            self.series[name].append(point[name])
-        self._points = point
+        of_flow = ("queued", "running", "done", "consumed", "tokens_per_s")
+        return {
+            "at": self._frame["at"], "age_p95": max(oldest, default=None), "serving": serving if known else None,
+            **{name: flow[name] if known else None for name in of_flow},
+        }  # fmt: skip
 
     def state(self, *, brief: bool = False) -> dict[str, Any]:
         """The contract's State. brief: without lanes and series."""
@@ -217,10 +198,10 @@ class LivePool:
             return {"at": time.time(), "pool": self._pool, "mode": "live", "can_act": self._can_act, "silent_s": 0.0}
         if brief:
             return self._frame
-        lanes = {name: lane.as_data() for name, lane in self.ribbon.lanes.items()}
+        lanes = {name: {"spans": it.spans, "ticks": it.ticks} for name, it in self.ribbon.lanes.items()}
         return self._frame | {"lanes": lanes, "series": {name: list(some) for name, some in self.series.items()}}
 
-    async def requeue(self, group: str) -> Requeued | None:
+    async def requeue(self, group: str) -> dict[str, Any] | None:
         """See Letters. The next look follows at once."""
         try:
             return await self.letters.requeue(group)
@@ -229,7 +210,9 @@ class LivePool:
 
     async def rows(self, limit: int, before: float, worker: str, outcome: str) -> list[dict[str, Any]]:
         """Jobs that run, and dead letters, newest first. Raises RedisError."""
-        found = [] if worker or outcome == "running" else [row_of(one) for one in self.letters.newest(limit, before)]
+        found: list[dict[str, Any]] = []
+        if not worker and outcome != "running":
+            found += failed_rows(self.letters.failed, limit, before)["rows"]
         if outcome in {"", "running"}:
             found += [row for row in await self._running(limit, worker) if row["at"] < before]
         return sorted(found, key=lambda row: -row["at"])[:limit]
@@ -289,7 +272,3 @@ def _running_row(job_id: str, has: Mapping[str, bytes]) -> dict[str, Any]:
         "worker": text(has.get("owner", b"")), "state": "running",
         "why": f"{published} of {samples} samples, attempt {attempt}",
     }  # fmt: skip
-
-
-def _quantile(ages: list[float], part: float) -> float | None:
-    return round(ages[min(len(ages) - 1, int(part * len(ages)))], 2) if ages else None

@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ...messages.errors import RolloutMQError
@@ -24,20 +23,12 @@ LATE_S = 60.0
 """Writers have clocks of their own: what is older than the newest by less may be new."""
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What the journal adds to a State. consumed: samples so far; staleness: of those of the last 15 minutes."""
-
-    consumed: int | None
-    staleness: Mapping[int, int]
-    versions: Mapping[str, Any]
-    rewards: Mapping[int, Rewards]
-    trainer_waits: float | None
-
-
 class Recent:
-    """Follows a journal; `run` does so until it is cancelled. history, told: what the last look made and found. Before
-    the first one `told` is None."""
+    """Follows a journal; `run` does so until it is cancelled.
+
+    Of the last look: history; frame, the State of its end; staleness of the samples of the last 15 minutes before it;
+    rewards by version. Before the first one the last three are None.
+    """
 
     def __init__(self, folder: str) -> None:
         """Raises ConfigError if there is no such folder."""
@@ -45,7 +36,9 @@ class Recent:
         self._recording = Run()
         self._newest = -math.inf
         self.history = History(self._recording)
-        self.told: Told | None = None
+        self.frame: Mapping[str, Any] | None = None
+        self.staleness: Mapping[int, int] | None = None
+        self.rewards: Mapping[int, Rewards] | None = None
         read(folder)
 
     async def run(self) -> None:
@@ -68,8 +61,6 @@ class Recent:
         if newest > self._newest:
             self._newest, history = newest, History(self._recording)
         end = history.ended
-        frame = history.state(end, brief=True)
-        behind = history.staleness(end - WINDOW_S, end)
-        flow = frame["flow"]
-        self.told = Told(flow["consumed"], behind, frame["versions"], history.rewards(end), flow["trainer_waits"])
+        self.frame = history.state(end, brief=True)
+        self.staleness, self.rewards = history.staleness(end - WINDOW_S, end), history.rewards(end)
         return history

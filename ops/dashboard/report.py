@@ -51,7 +51,7 @@ class Report:
 def report_of(history: History, limits: Limits | None = None, *, gpus: int = 1) -> Report:
     """The report of a whole run. gpus: of each worker."""
     of, recording, end = history.samples, history.recording, history.ended
-    have = ~np.isnan(of["at"])
+    have = history.have
     frame = history.state(end, brief=True)
     flow = frame["flow"]
     stale = history.staleness(-math.inf, math.inf)
@@ -67,7 +67,8 @@ def report_of(history: History, limits: Limits | None = None, *, gpus: int = 1) 
         "versions": frame["versions"], "publishes": _publishes(history), "staleness": stale,
         "stale_share": sum(n for k, n in stale.items() if k > STALE) / consumed if consumed else None,
         "reward_fell": reward_fell(history.rewards(end)), "fates": _fates_of(history),
-        "workers": len(history.tracks), "deaths": _deaths(history), "stalls": _stalls(history),
+        "workers": len(history.tracks), "stalls": _stalls(history),
+        "deaths": [one._asdict() | {"tokens": history.tracks[one.worker].tokens} for one in history.deaths],
         "restarts": len(history.restarts), **time_of,
         "gpu_s_per_1000": 1000 * gpus * present / samples if present is not None and samples else None, "gpus": gpus,
         "failures": frame["failures"], "slow": _slowest(history), "alarms": frame["alarms"],
@@ -102,11 +103,10 @@ def _publishes(history: History) -> dict[str, Any]:
 def _fates_of(history: History) -> dict[str, Any]:
     """What the trainer did with samples: their number, tokens and reward, trained and by the reason of a drop."""
     of, texts = history.samples, history.recording.names.texts
-    have = ~np.isnan(of["at"])
     found: dict[str, Any] = {}
     for fate, name in enumerate(FATES):
-        for why in np.unique(of["why"][have & (of["fate"] == fate)]).tolist():
-            rows = have & (of["fate"] == fate) & (of["why"] == why)
+        for why in np.unique(of["why"][history.have & (of["fate"] == fate)]).tolist():
+            rows = history.have & (of["fate"] == fate) & (of["why"] == why)
             reward = of["reward"][rows & ~np.isnan(of["reward"])]
             tokens = of["tokens"][rows]
             found[f"{name} {texts[why]}".strip() or "not told"] = {
@@ -115,10 +115,6 @@ def _fates_of(history: History) -> dict[str, Any]:
                 "reward": float(reward.mean()) if len(reward) else None,
             }  # fmt: skip
     return found
-
-
-def _deaths(history: History) -> list[dict[str, Any]]:
-    return [one._asdict() | {"tokens": history.tracks[one.worker].tokens} for one in history.deaths]
 
 
 def _stalls(history: History) -> dict[str, Any]:
@@ -157,7 +153,7 @@ def _slowest(history: History) -> dict[str, Any]:
     took = np.where(jobs["ok"] == 1, jobs["end"] - jobs["at"], np.nan)
     known, longest = np.flatnonzero(~np.isnan(took)), []
     for row in known[np.argsort(-took[known])][:SLOW].tolist():
-        samples = (of["job"] == row) & ~np.isnan(of["at"])
+        samples = (of["job"] == row) & history.have
         longest.append({
             "job_id": history.job_names[row], "seconds": float(took[row]),
             "queued": max(0.0, float(jobs["claimed"][row] - jobs["at"][row])),

@@ -12,10 +12,9 @@ import numpy.typing as npt
 from ...messages.errors import MessageError
 from ...messages.journal import Entry, read
 from ...messages.model import RolloutResult
-from ..journal import Life, TextOf, as_line, life_of, plain
+from ..journal import FATES, Life, TextOf, as_line, life_of, plain
 from ..terminal import printable
-from .causes import row_of as failed_row
-from .causes import waiting_row
+from .causes import failed_rows, waiting_row
 from .history import History
 
 Place = tuple[str, int]
@@ -42,10 +41,10 @@ def rows_of(
     if outcome == "waiting":
         return _waiting_rows(history, limit, _place(before)[0])
     if outcome in {"failed", "dead"}:
-        return _failed_rows(history, limit, _place(before)[0])
+        return failed_rows(history.recording.failures.values(), limit, _place(before)[0])
     of = history.samples
     at, place = _place(before)
-    wanted = ~np.isnan(of["at"])
+    wanted = history.have.copy()
     if worker:
         names = [number for number, name in enumerate(history.recording.names.texts) if worker in name]
         wanted &= np.isin(of["worker"], names)
@@ -82,23 +81,17 @@ def _waiting_rows(history: History, limit: int, t: float) -> dict[str, Any]:
     return {"rows": rows, "next": None, "left": len(found) - len(rows)}
 
 
-def _failed_rows(history: History, limit: int, at: float) -> dict[str, Any]:
-    found = sorted((one for one in history.recording.failures.values() if one.at < at), key=lambda one: -one.at)
-    rows = [failed_row(one) for one in found[:limit]]
-    return {"rows": rows, "next": repr(rows[-1]["at"]) if len(found) > limit else None}
-
-
 def row_of(history: History, row: int) -> dict[str, Any]:
     """The contract's row of a sample."""
     of, texts = history.samples, history.recording.names.texts
-    fate, why = history.fate(row)
     reward = float(of["reward"][row])
     return {
         "job_id": history.job_names[int(of["job"][row])], "sample": int(of["sample"][row]), "at": float(of["at"][row]),
         "client": texts[of["client"][row]], "worker": texts[of["worker"][row]], "state": "done",
         "tokens": int(of["tokens"][row]), "oldest_version": _version(of["oldest"][row]),
-        "newest_version": _version(of["newest"][row]), "reward": None if math.isnan(reward) else reward, "fate": fate,
-        "why": why, "session": texts[of["session"][row]], "finish_reason": texts[of["finish"][row]],
+        "newest_version": _version(of["newest"][row]), "reward": None if math.isnan(reward) else reward,
+        "fate": FATES[int(of["fate"][row])] or None, "why": texts[of["why"][row]],
+        "session": texts[of["session"][row]], "finish_reason": texts[of["finish"][row]],
     }  # fmt: skip
 
 
@@ -183,8 +176,7 @@ class Rollouts:
         if not result.session_id:
             return []
         history, of = self.history, self.history.samples
-        here = (of["session"] == history.recording.names[result.session_id]) & ~np.isnan(of["at"])
-        rows = np.flatnonzero(here)
+        rows = np.flatnonzero((of["session"] == history.recording.names[result.session_id]) & history.have)
         rows = rows[np.argsort(of["at"][rows], kind="stable")][:TURNS].tolist()
         places = [(history.job_names[int(of["job"][row])], int(of["sample"][row])) for row in rows]
         texts = self._texts_of(places)

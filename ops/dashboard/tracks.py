@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..journal import Run, WorkerLife
 from .lanes import Span, Tick
-from .verdict import Died, Refusal
+from .verdict import Died
 
 DOWN = "engine down"
 Frame = Mapping[str, npt.NDArray[Any]]
@@ -57,15 +57,14 @@ def tracks_of(recording: Run, attempts: Frame, samples: Frame) -> dict[str, Trac
     return found
 
 
-def refusals_of(recording: Run) -> list[Refusal]:
-    """Versions that workers did not take, in order of time."""
-    found = [
-        Refusal(at, name, -1 if version is None else version, text.removeprefix("refused: "))
+def faults(recording: Run, kind: str) -> list[tuple[float, str, int | None, str]]:
+    """Faults of workers whose texts begin with this, in order of time: when, whose, at which version, the rest."""
+    return sorted(
+        (at, name, version, text.removeprefix(kind))
         for name, life in recording.workers.items()
         for at, what, version, text in life.events
-        if what == "fault" and text.startswith("refused: ")
-    ]
-    return sorted(found)
+        if what == "fault" and text.startswith(kind)
+    )
 
 
 def _of_events(life: WorkerLife) -> Track:
@@ -123,10 +122,9 @@ def _of_results(recording: Run, name: str, samples: Frame) -> Track:
 
 def _lost_attempts(recording: Run, attempts: Frame) -> dict[str, npt.NDArray[Any]]:
     """Rows of attempts that their workers never ended, and that a later attempt took over; by worker."""
-    newest: dict[int, int] = {}
-    for job, number in zip(attempts["job"].tolist(), attempts["attempt"].tolist(), strict=True):
-        newest[job] = max(number, newest.get(job, 0))
-    later = np.array([newest.get(job, 0) for job in attempts["job"].tolist()], np.int64)
+    newest = np.zeros(attempts["job"].max(initial=0) + 1, np.int64)
+    np.maximum.at(newest, attempts["job"], attempts["attempt"])
+    later = newest[attempts["job"]]
     unfinished = (attempts["over"] == 0) & (attempts["kept"] < np.maximum(1, attempts["samples"]))
     rows = np.flatnonzero(unfinished & (later > attempts["attempt"]))
     found: dict[str, npt.NDArray[Any]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ...producer.diagnosis import NO_FAULT, Cause, Reason
@@ -107,6 +107,16 @@ def alarms_of(moment: Moment) -> list[Alarm]:
         *_of_reasons(moment), *_of_workers(moment), *_of_versions(moment), *_of_jobs(moment), *_of_room(moment)
     ]  # fmt: skip
     return sorted(found, key=lambda it: ("error", "warn", "note").index(it.severity))
+
+
+def frame_of(moment: Moment, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The part of the contract's State that follows from a moment. before: see `verdict_of`."""
+    alarms = alarms_of(moment)
+    return {
+        "at": moment.at, "silent_s": moment.silent_s, "verdict": verdict_of(moment, alarms, before),
+        "staleness": {str(k): n for k, n in moment.stale.items() if n},
+        "failures": [one.as_data() for one in moment.failures], "alarms": [asdict(one) for one in alarms],
+    }  # fmt: skip
 
 
 def verdict_of(moment: Moment, alarms: Sequence[Alarm], before: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds kube-apiserver, kube-controller-manager and kube-scheduler 1.20 for test_cluster.py out of Debian 12's source
+# Builds kube-apiserver, kube-controller-manager and kube-scheduler 1.20 for test_control_plane.py out of Debian 12's source
 # package (newer ones have kubectl alone), into a folder. It needs network, root and some ten minutes on two cores.
 #   sh control_plane.sh FOLDER
 set -eu

@@ -1,6 +1,6 @@
 // A chart on a canvas: lines, bands on one another, or bars; over time or over versions.
 import { clock, day, el, isKnown, put } from "./dom.js";
-import { fitted, theme, whenThemeChanges } from "./palette.js";
+import { fitted, theme } from "./palette.js";
 
 const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
 
@@ -70,7 +70,6 @@ export class Chart {
     // What is out of sight is not drawn: nobody waits for it.
     const sight = (seen) => { this.seen = seen.at(-1).isIntersecting; this.draw(); };
     new IntersectionObserver(sight, { rootMargin: "200px" }).observe(this.canvas);
-    whenThemeChanges(() => this.draw());
   }
 
   // x: ascending. lines: values of each series, null where unknown. now: the figure to say. at: a time to mark.
@@ -91,12 +90,9 @@ export class Chart {
   }
 
   range(heights) {
-    let least = this.kind === "band" ? Infinity : 0, most = -Infinity;
-    for (const value of heights.flat().filter(isKnown)) {
-      least = Math.min(least, value);
-      most = Math.max(most, value);
-    }
-    if (!Number.isFinite(most)) return [0, 1];
+    const known = heights.flat().filter(isKnown), least = Math.min(...known, ...(this.kind === "band" ? [] : [0]));
+    if (!known.length) return [0, 1];
+    let most = Math.max(...known);
     if (most <= least) most = least + Math.max(1, Math.abs(least) * 0.1);
     return [least, most + (most - least) * 0.05];
   }

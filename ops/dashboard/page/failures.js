@@ -1,5 +1,6 @@
 // Failures, grouped by their normalised cause, and the requeue of a group.
 import { byId, count, el, keyed, keyedOrNone, moment, put } from "./dom.js";
+import { open } from "./rollouts.js";
 import { asked } from "./source.js";
 import { badge } from "./verdict.js";
 
@@ -36,7 +37,7 @@ async function requeue(group, button) {
   button.disabled = false;
 }
 
-function failure(show) {
+function failure() {
   const button = el("button", { type: "button" }, "Requeue");
   const jobs = el("span", { class: "jobs legend" });
   const node = el("li", { class: "failure" },
@@ -46,13 +47,12 @@ function failure(show) {
       el("p", { class: "weak when" }),
       el("details", {}, el("summary", {}, "Example and jobs"), el("pre", { class: "text", tabindex: 0 }), jobs)),
     button);
-  node.job = (id) => el("button", { type: "button", class: "plain text", click: () => show(id, 0) }, id);
+  node.job = (id) => el("button", { type: "button", class: "plain text", click: () => open(id, 0) }, id);
   button.addEventListener("click", () => requeue(node.group, button));
   return node;
 }
 
-// show: a call that opens the rollout of a job.
-export function showFailures(state, changed, show) {
+export function showFailures(state, changed) {
   if (changed && !changed.has("failures")) return;
   const groups = [...(state.failures ?? [])].sort((a, b) => b.count - a.count), all = groups.reduce((sum, it) => sum + it.count, 0);
   badge("failures-count", all);
@@ -62,9 +62,8 @@ export function showFailures(state, changed, show) {
   const more = byId("failures-more");
   more.hidden = groups.length <= most;
   put(more, `Show ${count(groups.length - most)} more groups`);
-  more.onclick = () => { most = Infinity; showFailures(state, null, show); };
-  const list = byId("failures-list"), made = () => failure(show);
-  keyedOrNone(list, groups.slice(0, most), "No job failed.", made, (node, it) => {
+  more.onclick = () => { most = Infinity; showFailures(state, null); };
+  keyedOrNone(byId("failures-list"), groups.slice(0, most), "No job failed.", failure, (node, it) => {
     node.group = it;
     put(node.querySelector(".count"), count(it.count));
     put(node.querySelector(".cause"), it.cause);

@@ -1,6 +1,6 @@
 // Marks in the ribbon, told apart by shape as well as by colour; and their legend.
 import { bare, byId, el } from "./dom.js";
-import { fitted, theme, whenThemeChanges } from "./palette.js";
+import { fitted, theme } from "./palette.js";
 
 const path = (pen, points) => {
   pen.beginPath();
@@ -46,10 +46,9 @@ export function drawGlyph(pen, kind, x, y, high) {
   pen.lineWidth = 1;
 }
 
-export function startLegend() {
+export function showLegend(changed) {
+  if (changed) return;
   const made = Object.entries(glyphs).map(([kind, { told }]) => [kind, told, el("canvas", { "aria-hidden": "true", class: "glyph" })]);
   byId("glyphs").replaceChildren(...made.map(([, told, canvas]) => el("span", { class: "key", role: "listitem" }, canvas, told)));
-  const draw = () => { for (const [kind, , canvas] of made) drawGlyph(fitted(canvas, 16, 16), kind, 8, 8, 20); };
-  whenThemeChanges(draw);
-  draw();
+  for (const [kind, , canvas] of made) drawGlyph(fitted(canvas, 16, 16), kind, 8, 8, 20);
 }

@@ -29,7 +29,6 @@ export function startHistory(end, show) {
     asking = false;
   };
   Object.assign(slider, { min: from, max: to, step: Math.max(0.001, (to - from) / 1000), value: to });
-  slider.value = to;
   slider.addEventListener("input", ask);
   byId("history-end").addEventListener("click", () => { slider.value = to; ask(); });
   byId("history").addEventListener("submit", (event) => event.preventDefault());

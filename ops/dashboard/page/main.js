@@ -2,11 +2,12 @@
 import { byId, clock, day, put } from "./dom.js";
 import { showFailures } from "./failures.js";
 import { showFlow, startFlow } from "./flow.js";
-import { startLegend } from "./glyphs.js";
+import { showLegend } from "./glyphs.js";
 import { startHistory } from "./history.js";
+import { whenThemeChanges } from "./palette.js";
 import { showReplay } from "./replay.js";
 import { showRibbon, startRibbon } from "./ribbon.js";
-import { open, showRollouts, startRollouts } from "./rollouts.js";
+import { showRollouts, startRollouts } from "./rollouts.js";
 import { asked, embedded, listen } from "./source.js";
 import { apply, whole } from "./state.js";
 import { showAlarms, showSilence, showVerdict } from "./verdict.js";
@@ -31,10 +32,11 @@ function drawAll() {
   const now = at ?? state.at, connected = page.silentSince === null ? "live" : "not connected";
   put(byId("clock"), `${state.mode === "journal" ? "a finished run" : connected} · ${day(now)} ${clock(now)}`);
   showVerdict(state, changed);
+  showLegend(changed);
   showRibbon(state, changed, at);
   showWorkers(state, changed);
   showFlow(state, changed, at);
-  showFailures(state, changed, open);
+  showFailures(state, changed);
   showRollouts(state, changed, at);
   showAlarms(state, changed);
 }
@@ -58,11 +60,12 @@ function due(start = performance.now()) {
   });
 }
 
+const redraw = () => { page.all = true; due(); };
+
 function take(state, at = null) {
   page.state = whole(state, page.state);
   page.at = at;
-  page.all = true;
-  due();
+  redraw();
 }
 
 function trouble(text) {
@@ -113,10 +116,9 @@ for (const name of ["wheel", "touchmove", "keydown"]) addEventListener(name, for
 new ResizeObserver(again).observe(document.querySelector("main"));
 
 startRibbon();
-startLegend();
 startFlow();
 startRollouts();
-const redrawTable = () => { if (page.state) showWorkers(page.state, null); };
-byId("workers-all").addEventListener("toggle", redrawTable);
-byId("workers-filter").addEventListener("input", redrawTable);
+for (const id of ["workers-filter", "workers-trouble"]) byId(id).addEventListener("input", redraw);
+byId("workers-all").addEventListener("toggle", redraw);
+whenThemeChanges(redraw);
 start();

@@ -6,17 +6,13 @@ const DARK_ENOUGH = new Set(["#0072b2", "#009e73", "#d55e00"]);
 export const inkOn = (colour) => (DARK_ENOUGH.has(colour) ? "#ffffff" : "#101418");
 
 const NAMES = ["text", "weak", "line", "card", "good", "bad", "warn", "link"];
-const known = {};
-const read = () => {
-  const style = getComputedStyle(document.documentElement);
-  for (const name of NAMES) known[name] = style.getPropertyValue(`--${name}`).trim();
-};
+let known = null;
 export function theme() {
-  if (!known.text) read();
-  return known;
+  const style = known ? null : getComputedStyle(document.documentElement);
+  return (known ??= Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()])));
 }
 export function whenThemeChanges(call) {
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { read(); call(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { known = null; call(); });
 }
 
 export const FONT = '11px Inter, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';

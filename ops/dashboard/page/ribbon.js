@@ -3,35 +3,25 @@ import { drawGuide, drawTimes, timeTicks } from "./chart.js";
 import { byId, clock, count, el, isKnown, lasting, put, visible } from "./dom.js";
 import { drawGlyph, glyphs } from "./glyphs.js";
 import { list } from "./rollouts.js";
-import { fitted, inkOn, shortened, theme, versionColour, whenThemeChanges } from "./palette.js";
+import { fitted, inkOn, shortened, theme, versionColour } from "./palette.js";
 import { windowOf } from "./state.js";
+import { byName, wanted } from "./workers.js";
 
 const MANY = 64, MOST_HIGH = 440, AXIS = 22, FLEET = 56, PUBLISHES = 28;
 const TROUBLE = new Set(["stall", "death", "fault"]);
-const isServing = (state) => state === "serving";
 
 const ribbon = { state: null, rows: [], total: 0, left: 90, from: 0, to: 1, chosen: null, event: null, hover: null, mark: null };
-
-// A lane's height: fewer workers have more of it.
-const heightFor = (lanes) => (lanes <= 16 ? 22 : lanes <= MANY ? 14 : 6);
-
-function matches(id, words) {
-  const worker = ribbon.state.workers[id] ?? {};
-  const told = `${id} ${worker.host ?? ""} ${worker.state ?? "gone"} v${worker.version ?? "-"} `.toLowerCase();
-  return words.every((word) => (/^v\d+$/.test(word) ? told.includes(` ${word} `) : told.includes(word)));
-}
 
 const troubled = (id) => ribbon.state.workers[id]?.alive === false || ribbon.state.lanes[id]?.ticks.some((it) => TROUBLE.has(it[1]));
 
 // Lanes in order, by host where there are many; y and height of each.
 function layOut() {
-  const { state } = ribbon, words = byId("workers-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const only = byId("workers-trouble").checked, host = (id) => state.workers[id]?.host ?? "";
+  const { state } = ribbon, fits = wanted(state.workers), only = byId("workers-trouble").checked;
+  const host = (id) => state.workers[id]?.host ?? "";
   ribbon.all = [...new Set([...Object.keys(state.workers), ...Object.keys(state.lanes)])];
-  const shown = ribbon.all.filter((id) => matches(id, words) && (!only || troubled(id)));
-  const order = new Intl.Collator("en", { numeric: true }).compare, many = shown.length > MANY;
-  shown.sort((a, b) => (many ? order(host(a), host(b)) : 0) || order(a, b));
-  const high = heightFor(shown.length);
+  const shown = ribbon.all.filter((id) => fits(id) && (!only || troubled(id))), many = shown.length > MANY;
+  shown.sort((a, b) => (many ? byName(host(a), host(b)) : 0) || byName(a, b));
+  const high = shown.length <= 16 ? 22 : many ? 6 : 14;  // fewer lanes are higher
   let y = 0, last = null, labelled = -Infinity;
   ribbon.rows = shown.map((id) => {
     const begins = many && host(id) !== last;
@@ -58,17 +48,17 @@ function drawSpan(pen, [t0, t1, version, state], y, high) {
     pen.fillRect(from, y + high / 2 - 0.75, to - from, 1.5);
     return;
   }
-  pen.globalAlpha = isServing(state) ? 1 : 0.4;
+  const serving = state === "serving";  // else half as high
+  pen.globalAlpha = serving ? 1 : 0.4;
   pen.fillStyle = colour;
-  const thin = !isServing(state);  // not serving: half as high
-  pen.fillRect(from, thin ? top + tall / 4 : top, to - from - (to - from > 3 ? 0.75 : 0), thin ? tall / 2 : tall);
+  pen.fillRect(from, serving ? top : top + tall / 4, to - from - (to - from > 3 ? 0.75 : 0), serving ? tall : tall / 2);
   pen.globalAlpha = 1;
   if (high < 14 || to - from < 48) return;
-  const text = isServing(state) ? (Number.isInteger(version) ? `v${version}` : "") : high >= 20 ? state : "";
+  const text = serving ? (Number.isInteger(version) ? `v${version}` : "") : high >= 20 ? state : "";
   if (!text || pen.measureText(text).width > to - from - 20) return;
-  pen.fillStyle = isServing(state) ? inkOn(colour) : theme().text;
+  pen.fillStyle = serving ? inkOn(colour) : theme().text;
   pen.textAlign = "left";
-  pen.fillText(text, from + (isServing(state) ? 12 : 5), y + high / 2 + 0.5);
+  pen.fillText(text, from + (serving ? 12 : 5), y + high / 2 + 0.5);
 }
 
 function drawLane(pen, row) {
@@ -95,7 +85,7 @@ function drawFleet(pen, top) {
   const column = (at) => Math.round(shareOf(at) * wide);
   for (const id of ids) {
     for (const [t0, t1, version, state] of ribbon.state.lanes[id]?.spans ?? []) {
-      if (!isServing(state) || (t1 ?? ribbon.to) < ribbon.from) continue;
+      if (state !== "serving" || (t1 ?? ribbon.to) < ribbon.from) continue;
       if (!counts.has(version)) counts.set(version, new Int32Array(wide + 1));
       counts.get(version)[column(t0)] += 1;
       counts.get(version)[column(t1 ?? ribbon.to)] -= 1;
@@ -147,7 +137,7 @@ function drawPublishes() {
 }
 
 // Draw what is in sight.
-export function drawRibbon() {
+function drawRibbon() {
   const { state } = ribbon, box = byId("lanes"), canvas = byId("ribbon");
   if (!state || !box.clientWidth) return;
   const bottom = Math.max(12, Math.min(ribbon.total, MOST_HIGH)), down = box.scrollTop;
@@ -252,9 +242,9 @@ export function showRibbon(state, changed, at = null) {
   if (!changed || changed.has("workers")) showVersions(state);
   // Lanes are laid out anew only where others are to be seen: sorting a thousand names is what costs.
   const filter = byId("workers-filter").value, only = byId("workers-trouble").checked;
-  const wanted = [filter, only, ...Object.keys(state.lanes), ...Object.keys(state.workers)].join("\n");
-  if (!changed || filter || only || wanted !== ribbon.wanted) {
-    ribbon.wanted = wanted;
+  const lanes = [filter, only, ...Object.keys(state.lanes), ...Object.keys(state.workers)].join("\n");
+  if (!changed || filter || only || lanes !== ribbon.lanes) {
+    ribbon.lanes = lanes;
     layOut();
     const hidden = ribbon.all.length - ribbon.rows.length;
     const told = `${count(ribbon.rows.length)} lanes${hidden ? `, ${count(hidden)} filtered out` : ""}`;
@@ -264,7 +254,7 @@ export function showRibbon(state, changed, at = null) {
 }
 
 export function startRibbon() {
-  const canvas = byId("ribbon"), again = () => { if (ribbon.state) showRibbon(ribbon.state, null, ribbon.mark); };
+  const canvas = byId("ribbon");
   canvas.addEventListener("pointermove", point);
   canvas.addEventListener("pointerdown", point);
   // A finger's first tap says what a lane is, the second one lists its rollouts; lifting it does not count as leaving.
@@ -278,9 +268,6 @@ export function startRibbon() {
   for (const name of ["pointerleave", "blur"]) canvas.addEventListener(name, leave);
   canvas.addEventListener("keydown", onKey);
   byId("lanes").addEventListener("scroll", drawRibbon, { passive: true });
-  byId("workers-filter").addEventListener("input", again);
-  byId("workers-trouble").addEventListener("change", again);
   new ResizeObserver(drawRibbon).observe(byId("lanes"));
-  whenThemeChanges(again);
   say("");
 }

@@ -15,8 +15,7 @@ export async function asked(path, options) {
   }
   const body = await answer.json().catch(() => ({}));
   if (answer.ok) return body;
-  const told = body.error?.message ?? body.error ?? body.detail;
-  throw Object.assign(new Error(typeof told === "string" ? told : `The server answered ${answer.status}.`), { status: answer.status });
+  throw Object.assign(new Error(body.error?.message ?? `The server answered ${answer.status}.`), { status: answer.status });
 }
 
 // Listen to the server for ever. `silent`: called with the time of its last word, or null once it speaks.

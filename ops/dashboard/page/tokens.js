@@ -1,24 +1,36 @@
 // One rollout: its facts, the tree of its turns, and its tokens, coloured by what one asks.
-import { byId, clock, count, definitions, el, figure, isKnown, put } from "./dom.js";
+import { byId, clock, count, definitions, el, figure, isKnown, isNumber, put } from "./dom.js";
 import { versionColour } from "./palette.js";
 
 const AT_ONCE = 4000;
-const WAYS = { version: "version", logprob: "logprob", mask: "mask", leg: "leg", mismatch: "replay" };
-const LEGS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"];
 const HEAT = "var(--heat)";
 const tint = (colour, share) => `color-mix(in srgb, ${colour} ${Math.round(100 * Math.min(1, Math.max(0, share)))}%, transparent)`;
 const shown = { way: "version", texts: true };
 
-function back(token) {
-  if (shown.way === "version") return Number.isInteger(token.version) ? tint(versionColour(token.version), 0.3) : "";
-  if (shown.way === "logprob") return typeof token.logprob === "number" ? tint(HEAT, Math.min(0.6, -token.logprob / 10)) : "";
-  if (shown.way === "leg") return tint(LEGS[(token.leg ?? 0) % LEGS.length], 0.3);
-  if (shown.way === "mismatch") return token.mismatch ? tint(HEAT, 0.1 + 0.5 * Math.min(1, Math.abs(token.mismatch))) : "";
-  return token.mask === 1 ? tint("var(--good)", 0.25) : "";
-}
+const some = (values) => [...new Set(values)].filter(Number.isInteger).slice(0, 12);
+
+// What tokens are coloured by: its name, a token's colour, and the tokens of the legend with their names.
+const WAYS = {
+  version: ["version", ({ version }) => (Number.isInteger(version) ? tint(versionColour(version), 0.3) : ""),
+    (tokens) => some(tokens.map((it) => it.version)).map((version) => [{ version }, `v${version}`])],
+  logprob: ["logprob", ({ logprob }) => (isNumber(logprob) ? tint(HEAT, Math.min(0.6, -logprob / 10)) : ""),
+    () => [-0.1, -1, -4].map((logprob) => [{ logprob }, figure(logprob)])],
+  mask: ["mask", ({ mask }) => (mask === 1 ? tint("var(--good)", 0.25) : ""),
+    () => [[{ mask: 1 }, "trained on"], [{ mask: 0 }, "masked: struck through"]]],
+  leg: ["leg", ({ leg = 0 }) => tint(versionColour(leg), 0.3),
+    (tokens) => some(tokens.map((it) => it.leg ?? 0)).map((leg) => [{ leg }, `leg ${leg}`])],
+  mismatch: ["replay", ({ mismatch }) => (mismatch ? tint(HEAT, 0.1 + 0.5 * Math.min(1, Math.abs(mismatch))) : ""),
+    () => [0.01, 0.1, 1].map((mismatch) => [{ mismatch }, figure(mismatch)])],
+};
 
 const written = (text) => (text === "" ? "∅" : text.replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t"));
-const textOf = (token) => (shown.texts && typeof token.text === "string" ? written(token.text) : String(token.id));
+
+function dress(node, token) {
+  const asText = shown.texts && typeof token.text === "string";
+  node.style.backgroundColor = WAYS[shown.way][1](token);
+  node.classList.toggle("id", !asText);
+  put(node, asText ? written(token.text) : token.id);
+}
 
 function facts(token, index, rollout) {
   const told = [`token ${index}`, `id ${token.id}`];
@@ -35,38 +47,23 @@ function facts(token, index, rollout) {
 }
 
 function drawn(token, index, rollout) {
-  const made = el("span", { class: "token", tabindex: -1 }, textOf(token));
-  if (!(shown.texts && typeof token.text === "string")) made.classList.add("id");
+  const made = el("span", { class: "token", tabindex: -1 });
+  dress(made, token);
   if (token.mask === 0) made.classList.add("masked");
   if (rollout.in_place?.includes(index)) made.classList.add("switch");
   else if (index && rollout.legs?.includes(index)) made.classList.add("leg");
   if (isKnown(token.replayed)) made.classList.add("other");
   if (rollout.verdict?.at === index) made.classList.add("first");
   made.dataset.index = index;
-  made.style.backgroundColor = back(token);
   return made;
 }
 
-const some = (values) => [...new Set(values)].filter(Number.isInteger).slice(0, 12);
-const legendOf = {
-  version: (tokens) => some(tokens.map((it) => it.version)).map((it) => [tint(versionColour(it), 0.3), `v${it}`]),
-  logprob: () => [-0.1, -1, -4].map((it) => [tint(HEAT, -it / 10), figure(it)]),
-  mask: () => [[tint("var(--good)", 0.25), "trained on"], ["transparent", "masked: struck through"]],
-  leg: (tokens) => some(tokens.map((it) => it.leg ?? 0)).map((it) => [tint(LEGS[it % LEGS.length], 0.3), `leg ${it}`]),
-  mismatch: () => [0.01, 0.1, 1].map((it) => [tint(HEAT, 0.1 + 0.5 * it), figure(it)]),
-};
-
 function paint(box, rollout, legend) {
-  const tokens = rollout.tokens;
-  box.querySelectorAll(".token").forEach((node) => {
-    const token = tokens[node.dataset.index];
-    node.style.backgroundColor = back(token);
-    node.classList.toggle("id", !(shown.texts && typeof token.text === "string"));
-    put(node, textOf(token));
-  });
-  legend.replaceChildren(...legendOf[shown.way](tokens).map(([colour, name]) => {
+  for (const node of box.querySelectorAll(".token")) dress(node, rollout.tokens[node.dataset.index]);
+  const [, back, samples] = WAYS[shown.way];
+  legend.replaceChildren(...samples(rollout.tokens).map(([token, name]) => {
     const made = el("span", { class: "swatch-text" }, name);
-    made.style.background = colour;
+    made.style.background = back(token);
     return made;
   }));
 }
@@ -74,7 +71,7 @@ function paint(box, rollout, legend) {
 function ways(rollout, again) {
   const made = Object.entries(WAYS).filter(([name]) => name !== "mismatch" || rollout.tokens.some((it) => typeof it.mismatch === "number"));
   if (!made.some(([name]) => name === shown.way)) shown.way = "version";
-  const radio = ([name, told]) => {
+  const radio = ([name, [told]]) => {
     const input = el("input", { type: "radio", name: "way", value: name, change: () => { shown.way = name; again(); } });
     input.checked = name === shown.way;
     return el("label", {}, input, el("span", {}, told));

@@ -2,23 +2,21 @@
 import { bare, byId, count, el, keyed, keyedOrNone, lasting, moment, percent, put, short, since } from "./dom.js";
 import { list } from "./rollouts.js";
 
-const STATES = bare({
+// States of a pool and severities of alarms, by what they are for who looks.
+const TONES = bare({
   healthy: "good", idle: "note", syncing: "note", starved: "warn", saturated: "warn", staleness: "warn",
-  standing: "bad", broken: "bad",
+  standing: "bad", broken: "bad", error: "bad", warn: "warn",
 });
 const LISTS = bare({ queued: "waiting", running: "running", failed: "dead" });
 const GLYPHS = { good: "✓", note: "·", warn: "!", bad: "✕" };
-const SEVERITIES = bare({ error: "bad", warn: "warn", note: "note" });
 
 const listed = (node, texts) => {
   keyed(node, texts ?? [], (text) => text, (text) => el("li", { class: "text" }, text), () => {});
   node.parentElement.hidden = !texts?.length;
 };
 
-const alive = (state) => Object.values(state.workers).filter((it) => it.alive !== false);
-
 function figures(state) {
-  const { flow, workers } = state, mine = Object.values(workers), live = alive(state);
+  const { flow, workers } = state, mine = Object.values(workers), live = mine.filter((it) => it.alive !== false);
   const sum = (name) => live.reduce((total, it) => total + (it[name] ?? 0), 0);
   return [
     ["workers serving", `${count(live.filter((it) => it.state === "serving").length)} of ${count(mine.length)}`, "now"],
@@ -33,11 +31,11 @@ function figures(state) {
 }
 
 export function showVerdict(state, changed) {
-  const { verdict, at } = state, kind = STATES[verdict.state] ?? "note";
+  const { verdict, at } = state, kind = TONES[verdict.state] ?? "note";
   if (!changed || changed.has("verdict")) {
     put(byId("verdict-state"), `${GLYPHS[kind]} ${verdict.state ?? "unknown"}`);
     byId("verdict-state").className = `chip ${kind}`;
-    byId("verdict").dataset.kind = kind;
+    byId("verdict").style.borderInlineStartColor = `var(--${kind}, var(--weak))`;
     put(byId("verdict-title"), verdict.title);
     listed(byId("verdict-why"), verdict.why);
     listed(byId("verdict-todo"), verdict.todo);
@@ -70,7 +68,7 @@ export function showAlarms(state, changed) {
     el("p", { class: "evidence text" }), el("p", { class: "prose text" }),
     el("p", { class: "weak" }, "Read further: ", el("code", { class: "text" })));
   keyedOrNone(byId("alarms-list"), alarms, "No alarm.", make, (node, it) => {
-    const kind = SEVERITIES[it.severity] ?? "note", [line, evidence, prose, further] = node.children, [chip, title, told] = line.children;
+    const kind = TONES[it.severity] ?? "note", [line, evidence, prose, further] = node.children, [chip, title, told] = line.children;
     chip.className = `chip ${kind}`;
     put(chip, `${GLYPHS[kind]} ${it.severity}`);
     put(title, it.title);

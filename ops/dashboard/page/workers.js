@@ -3,13 +3,23 @@ import { byId, count, el, keyed, put, short } from "./dom.js";
 
 const MOST = 200;
 
+// Names in an order in which w9 comes before w10.
+export const byName = new Intl.Collator("en", { numeric: true }).compare;
+
+// What the filter above the lanes lets through, of ids of workers; v7 is a version, not the beginning of v71.
+export function wanted(workers) {
+  const words = byId("workers-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  return (id) => {
+    const { host, state, version } = workers[id] ?? {};
+    const told = ` ${id} ${host ?? ""} ${state ?? "gone"} v${version ?? "-"} `.toLowerCase();
+    return words.every((word) => told.includes(/^v\d+$/.test(word) ? ` ${word} ` : word));
+  };
+}
+
 export function showWorkers(state, changed) {
   if (!byId("workers-all").open || (changed && !changed.has("workers"))) return;
-  const words = byId("workers-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const told = ([id, it]) => `${id} ${it.host ?? ""} ${it.state ?? ""} v${it.version ?? "-"}`.toLowerCase();
-  const found = Object.entries(state.workers).filter((it) => words.every((word) => told(it).includes(word)));
-  const order = new Intl.Collator("en", { numeric: true }).compare;
-  found.sort((a, b) => Number(a[1].alive !== false) - Number(b[1].alive !== false) || order(a[0], b[0]));
+  const fits = wanted(state.workers), found = Object.entries(state.workers).filter(([id]) => fits(id));
+  found.sort((a, b) => Number(a[1].alive !== false) - Number(b[1].alive !== false) || byName(a[0], b[0]));
   const cells = () => ["text", "n", "n", "n", "n", "text"].map((name) => el("td", { class: name }));
   const row = ([id]) => el("tr", {}, el("th", { scope: "row", class: "text" }, id), ...cells());
   keyed(byId("workers-rows"), found.slice(0, MOST), ([id]) => id, row, (node, [, it]) => {

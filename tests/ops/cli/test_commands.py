@@ -275,6 +275,18 @@ async def test_status_fits_80_columns_and_cuts_no_word(redis_db: str) -> None:
         assert set(text.split()) <= set(words)
 
 
+async def test_status_says_why_a_worker_does_not_serve_or_what_it_warns_of(redis_db: str) -> None:
+    async with connect(redis_db) as redis:
+        await Lease(redis, "default", "quiet", 10.0).join(status("quiet"))
+        await Lease(redis, "default", "warns", 10.0).join(
+            status("warns", why="the snapshot of version 1 is\x1b damaged")
+        )
+    lines = list(status_lines(await pool_state(redis_db, "default")))
+    warns = next(at for at, line in enumerate(lines) if line.startswith("worker warns"))
+    assert lines[warns + 3] == "    the snapshot of version 1 is\ufffd damaged"
+    assert len([line for line in lines if line.startswith("    ")]) == 5
+
+
 @pytest.mark.parametrize("name", ["trl_grpo", "trl_async_grpo", "lora"])
 def test_an_example_without_its_model_says_so_in_one_line(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).parents[3] / "examples" / f"{name}.py")]
