@@ -110,7 +110,7 @@ def told(ended: list[float], logs: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def one(way: str, plan: Plan, model: Path, url: str) -> dict[str, Any]:
+def one(way: str, plan: Plan, model: Path) -> dict[str, Any]:
     gpu = plan.device == "cuda"
     asleep = names("--asleep", plan.asleep, MEMORY_TAGS, none=True) if gpu else []
     if way == "own":
@@ -120,7 +120,8 @@ def one(way: str, plan: Plan, model: Path, url: str) -> dict[str, Any]:
     options += [f"--mem-fraction={plan.mem_fraction}", f"--memory-saver={plan.memory_saver}"] if gpu else []
     options += [f"--sglang={setting}" for setting in plan.sglang]
     with (
-        working(model, url, model.parent / "worker.log", *options) as worker,
+        EmbeddedRedis() as redis,  # its own: a worker would wait for the version of the trainer before, which has ended
+        working(model, url := redis.url, model.parent / "worker.log", *options) as worker,
         BlockingRolloutClient(url) as client,
     ):
         worker.until_serving(client)
@@ -133,13 +134,13 @@ def measure(plan: Plan, run: Run) -> dict[str, Any]:
     names("--asleep", plan.asleep, MEMORY_TAGS, none=True)
     rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {"plan": asdict(plan), "rows": rows}
-    with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis() as redis:
+    with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch, "model")
         dtype = "bfloat16" if plan.device == "cuda" else "float32"
         write_tiny_model(model, layers=plan.layers, width=plan.width, context=plan.tokens + 256, dtype=dtype, tied=True)
         for _, ways in turns(WAYS, plan.rounds):
             for way in ways:
-                rows.append({"way": way} | one(way, plan, model, redis.url))
+                rows.append({"way": way} | one(way, plan, model))
                 run.say(**rows[-1])
                 run.keep(figures)
     steps = {way: statistics.median(row["step_s"] for row in rows if row["way"] == way) for way in WAYS}

@@ -9,6 +9,7 @@ their part of each batch, and take part in each publication, which gathers the s
 
 import os
 from contextlib import ExitStack
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ tool, sampling = Gsm8kTool({}, None), SamplingParams(max_new_tokens=16 if TAUGHT
 
 
 def jobs():
-    for task, truth in tasks(4 * STEPS * PROMPTS):
+    for task, truth in cycle(tasks(1024)):  # without an end: it takes more groups than are trained on
         ids = tokenizer.apply_chat_template(task, add_generation_prompt=True, return_dict=True)["input_ids"]
         yield GenerateJob(token_ids=ids, n=SAMPLES, sampling=sampling, metadata={"truth": truth})
 
