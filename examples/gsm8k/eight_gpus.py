@@ -46,7 +46,7 @@ def jobs():
 
 
 async def score(results):
-    texts = (tokenizer.decode(result.token_ids).rpartition("####")[2] for result in results)
+    texts = (tokenizer.decode(result.token_ids).partition("####")[2] for result in results)  # "" without it
     return [float(await tool.right(text, result.metadata["truth"])) for text, result in zip(texts, results)]
 
 

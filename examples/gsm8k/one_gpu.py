@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 MODEL, GPU = os.environ.get("MODEL", "out/tiny"), torch.cuda.is_available()
 STEPS, TAUGHT = int(os.environ.get("STEPS", "60")), int(os.environ.get("TAUGHT", "60"))
 MOST = 3 if TAUGHT else 500
+TOLD = [] if TAUGHT else [{"role": "system", "content": "Solve the problem step by step. Then say #### <answer>."}]
 
 
 def tasks(count):
     """(conversation, right answer) pairs."""
-    return [(row["prompt"][1:], row["reward_model"]["ground_truth"]) for row in problems(count, most=MOST)]
+    return [(TOLD + row["prompt"][1:], row["reward_model"]["ground_truth"]) for row in problems(count, most=MOST)]
 
 
 def right(text, truth):
