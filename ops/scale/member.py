@@ -62,8 +62,8 @@ class Site(Protocol):
     async def start(self, place: Place, leave_s: float) -> Member:
         """A worker in a free place. leave_s: seconds in which it has to leave if this process dies. Raises OSError."""
 
-    async def look(self) -> None:
-        """Bring all members up to date, and pass on what they were told. Raises OSError if that cannot be done now."""
+    async def look(self, free: Sequence[Place]) -> list[Member]:
+        """Bring all members up to date, and pass on what they were told. Raises OSError if that cannot be done now.
 
-    def adopt(self, free: Sequence[Place]) -> list[Member]:
-        """Workers that an earlier scaler of this pool has left here, after the first look."""
+        Returns workers that an earlier scaler of this pool has left here, each in a free place.
+        """

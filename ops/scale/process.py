@@ -95,9 +95,6 @@ class ThisHost:
             )  # fmt: skip
         return WorkerProcess(place, process, log)
 
-    async def look(self) -> None:
-        """Nothing to do: the kernel tells when a process ends."""
-
-    def adopt(self, free: Sequence[Place]) -> list[Member]:
-        """None: workers leave with the scaler that has started them."""
+    async def look(self, free: Sequence[Place]) -> list[Member]:
+        """The kernel tells when a process ends, and workers leave with the scaler that has started them."""
         return []

@@ -124,14 +124,14 @@ class Scaler:
     async def _look(self) -> bool:
         """Whether the site answers. While it does not, nobody knows which workers there are, and nothing is changed."""
         try:
-            await self._means.site.look()
+            left = await self._means.site.look(self._free())
         except OSError as error:
             if str(error) != self._trouble:
                 log.warning("nothing is changed: %s", error)
             self._trouble = str(error)
             return False
         self._trouble = ""
-        for found in self._means.site.adopt(self._free()):
+        for found in left:
             self.members.append(found)
             if self.draining:
                 found.drain(self._means.leave_s)

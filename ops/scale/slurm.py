@@ -87,7 +87,6 @@ class Slurm:
     def __init__(self, template: Path, flags: Sequence[str], environment: Mapping[str, str], name: str) -> None:
         self._template, self._flags, self._environment, self._name = template, flags, environment, name
         self._jobs: dict[str, SlurmJob] = {}
-        self._strangers: dict[str, tuple[str, int, str]] = {}
 
     async def start(self, place: Place, leave_s: float) -> SlurmJob:
         """Submit a job. It stays in Slurm if this process dies; the next scaler takes it over."""
@@ -97,25 +96,20 @@ class Slurm:
         self._jobs[job.job] = job
         return job
 
-    async def look(self) -> None:
+    async def look(self, free: Sequence[Place]) -> list[Member]:
         """Two commands, however many jobs there are."""
         await self._tell()
         rows = await self._rows()
-        self._strangers = {
-            job: row for job, row in rows.items() if job not in self._jobs and row[0] not in ENDED | BROKEN
-        }
+        left = [name for name, row in rows.items() if name not in self._jobs and row[0] not in ENDED | BROKEN]
+        found = {name: SlurmJob(place, name) for place, name in zip(free, left, strict=False)}
+        for job in found.values():
+            log.info("%s was there already", job.name)
+        self._jobs |= found
         for name, job in list(self._jobs.items()):
             job.becomes(*rows.get(name, ("COMPLETED", 0, "")))  # Slurm forgets a job minutes after its end
             if job.ended.done():
                 del self._jobs[name]
                 job.ended_as(await self._slurm("scontrol", "--oneliner", "show", "job", name, fails=True))
-
-    def adopt(self, free: Sequence[Place]) -> list[Member]:
-        found = {name: SlurmJob(place, name) for place, name in zip(free, self._strangers, strict=False)}
-        for name, job in found.items():
-            log.info("%s was there already", job.name)
-            job.becomes(*self._strangers[name])
-        self._jobs |= found
         return [*found.values()]
 
     async def _rows(self) -> dict[str, tuple[str, int, str]]:

@@ -7,8 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ import pytest
 from redis.asyncio import Redis
 from support.pools import scripted_worker
 from support.pools.pool import check_scripted, eventually, replies, status
+from support.pools.scaling import Seen, scaling
 from support.redis.roles import LINES, create
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, SamplingParams, WorkerStatus, connect
+from rolloutmq.messages import Broker, SamplingParams, connect
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.messages.redis import Keys
 from rolloutmq.ops.metrics import PoolWatch
@@ -36,16 +36,6 @@ HANGS = [sys.executable, "-c", DEAF]
 FAILS = [sys.executable, "-c", "import sys; print('no such model', file=sys.stderr); sys.exit(3)"]
 
 
-class Seen:
-    """A watch that says what a test says."""
-
-    def __init__(self, view: PoolView | None = None) -> None:
-        self.view, self.workers = view, tuple[WorkerStatus, ...]()
-
-    async def look(self) -> PoolView | None:
-        return self.view
-
-
 def means(folder: Path, command: list[str], **more: Any) -> Means:
     given: dict[str, Any] = {"every_s": 0.02, "pause_s": 0.01} | more
     return Means(ThisHost(command, given.pop("environment", {}), folder), **given)
@@ -54,20 +44,6 @@ def means(folder: Path, command: list[str], **more: Any) -> Means:
 @pytest.fixture
 def lock(db: Redis) -> ScalerLock:
     return ScalerLock(db, "default", 5.0)
-
-
-@asynccontextmanager
-async def scaling(scaler: Scaler, lock: ScalerLock) -> AsyncIterator[asyncio.Task[None]]:
-    """A scaler at work; afterwards it and its workers are gone."""
-    await lock.take()
-    task = asyncio.create_task(scaler.run())
-    try:
-        yield task
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError, CrashLoop, ConfigError):
-            await asyncio.wait_for(task, 60)
-        scaler.kill_all()
 
 
 def is_gone(process: psutil.Process) -> bool:

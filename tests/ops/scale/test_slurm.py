@@ -8,8 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ import pytest
 from redis.asyncio import Redis
 from support.pools import scripted_worker
 from support.pools.pool import check_scripted, eventually, replies, wait_replies
+from support.pools.scaling import Seen, scaling
 from support.slurm import Cluster, cluster, needs_slurm
 from support.specimens.messages import job
 from typer.testing import CliRunner
 
-from rolloutmq.messages import Broker, SamplingParams, WorkerStatus
+from rolloutmq.messages import Broker, SamplingParams
 from rolloutmq.ops.cli import app
 from rolloutmq.ops.metrics import PoolWatch
 from rolloutmq.ops.scale import CrashLoop, Means, PoolView, Scaler, ScalerLock, ScaleSettings, Slurm, places
@@ -33,16 +33,6 @@ pytestmark = needs_slurm
 NAME = "rolloutmq-tests"
 SETTINGS = ScaleSettings(least=0, most=4, target_s=0.2, stabilise_s=2.0, startup_s=0.0)
 WORKS = {"tokens_per_s": 100.0, "max_running": 4, "prefetch": 0, "lease_s": 4.0, "drain_s": 1.0}
-
-
-class Seen:
-    """A watch that says what a test says."""
-
-    def __init__(self, view: PoolView | None = None) -> None:
-        self.view, self.workers = view, tuple[WorkerStatus, ...]()
-
-    async def look(self) -> PoolView | None:
-        return self.view
 
 
 @pytest.fixture(autouse=True)
@@ -64,20 +54,6 @@ def works(slurm: Cluster, **options: Any) -> Path:
 
 def site(slurm: Cluster, template: Path, url: str = "") -> Slurm:
     return Slurm(template, [], {**slurm.environment, **scripted_worker.environment(url)}, NAME)
-
-
-@asynccontextmanager
-async def scaling(scaler: Scaler, lock: ScalerLock) -> AsyncIterator[asyncio.Task[None]]:
-    """A scaler at work; afterwards its workers have left."""
-    await lock.take()
-    task = asyncio.create_task(scaler.run())
-    try:
-        yield task
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError, CrashLoop):
-            await asyncio.wait_for(task, 120)
-        await lock.release()
 
 
 @pytest.fixture
@@ -104,7 +80,7 @@ async def test_from_nothing_to_four_and_back_while_nodes_are_taken(
         SETTINGS, Means(site(slurm, works(slurm), redis_db), every_s=0.2), places(4), PoolWatch(db, "default"), lock
     )
     jobs = [job(sampling=SamplingParams(max_new_tokens=600)) for _ in range(48)]
-    async with scaling(scaler, lock):
+    async with scaling(scaler, lock, 120):
         assert scaler.members == []
         await broker.enqueue(jobs)
         await eventually(lambda: serving(scaler) == 4, 60, "four serve")
@@ -130,7 +106,7 @@ async def test_workers_that_cannot_work_are_said_and_stopped(
 ) -> None:
     means = Means(site(slurm, slurm.template(script)), every_s=0.1, pause_s=0.01)
     scaler = Scaler(SETTINGS, means, places(4), Seen(PoolView(0.0, queued=9)), lock)
-    async with scaling(scaler, lock) as task:
+    async with scaling(scaler, lock, 120) as task:
         with pytest.raises(CrashLoop, match=told):
             await task
 
@@ -149,7 +125,7 @@ async def test_a_scaler_that_was_killed_leaves_jobs_that_the_next_one_takes_over
     second = Scaler(
         replace(SETTINGS, least=2), Means(site(slurm, works(slurm), redis_db), every_s=0.2), places(4), watch, lock
     )
-    async with scaling(second, lock):
+    async with scaling(second, lock, 120):
         await eventually(lambda: serving(second) == 2, 60, "it knows them")
         assert slurm.jobs("PENDING", "RUNNING", name=NAME) == running
         assert caplog.text.count("was there already") == 2
@@ -166,7 +142,7 @@ async def test_a_job_that_waits_says_for_what_and_is_cancelled_first(
     watch, means = PoolWatch(db, "default"), Means(site(slurm, works(slurm), redis_db), every_s=0.2)
     scaler = Scaler(replace(SETTINGS, least=2), means, places(4), watch, lock)
     try:
-        async with scaling(scaler, lock):
+        async with scaling(scaler, lock, 120):
             await eventually(lambda: serving(scaler) == 1, 60, "one serves")
             await eventually(lambda: re.search(r"waits in Slurm's queue: (Resources|Priority)", caplog.text), 60, "why")
             scaler._settings = replace(SETTINGS, least=1, most=1)
@@ -238,7 +214,7 @@ async def test_what_pre_emptions_waste(
     means = Means(site(slurm, template, redis_db), every_s=1.0)
     scaler = Scaler(replace(SETTINGS, least=4), means, places(4), PoolWatch(db, "default"), lock)
     ids, before = list[str](), {path: path.read_text() for path in slurm.folder.glob("worker-*.log")}
-    async with scaling(scaler, lock):
+    async with scaling(scaler, lock, 120):
         await eventually(lambda: serving(scaler) == 4, 60, "four serve")
 
         async def fed(until: float) -> None:
