@@ -72,6 +72,7 @@ FAULTS: tuple[Callable[[World, random.Random], Awaitable[None]], ...] = (
     kill_trainer,
 )  # fmt: skip
 _BY_NAME = {fault.__name__: fault for fault in FAULTS}
+NAMES = tuple(_BY_NAME)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Stroke:
     name: str
 
 
-def drawn(seed: str, steps: int, names: tuple[str, ...] = tuple(_BY_NAME)) -> list[Stroke]:
+def drawn(seed: str, steps: int, names: tuple[str, ...] = NAMES) -> list[Stroke]:
     """Each of the faults once, at random steps in a random order; the trainer is killed twice."""
     dice = random.Random(seed)
     chosen = [*names, *(("kill_trainer",) if "kill_trainer" in names else ())]

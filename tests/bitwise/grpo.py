@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .record import Record, deterministic
+from .record import ENGINE_DTYPE, GPU, Record, deterministic
 
 
 def newest(folder: Path) -> str | None:
@@ -55,11 +55,11 @@ def main(url: str, model_path: str, folder: str, steps: int) -> None:
 
     samples: list[Any] = []
     args = made.GRPOConfig(
-        str(out), **made.SMALL | {"max_completion_length": 24}, max_steps=steps, save_steps=1, save_total_limit=2,
+        str(out), **made.SMALL | {"max_completion_length": 24, "use_cpu": not GPU}, max_steps=steps, save_steps=1, save_total_limit=2,
         seed=3, vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0,
     )  # fmt: skip
     model = made.AutoModelForCausalLM.from_pretrained(model_path, dtype="float32")
-    rollouts = Noted(url, reproducible=True)
+    rollouts = Noted(url, reproducible=True, dtype=ENGINE_DTYPE)
     trainer = Recorded(
         model, made.fourths, args, made.prompts(4 * steps), rollout_func=rollouts, callbacks=[Writer()],
         processing_class=made.AutoTokenizer.from_pretrained(model_path),

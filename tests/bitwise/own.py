@@ -24,7 +24,7 @@ from rolloutmq.producer.training import rewards_differ, rows_of
 from rolloutmq.producer.training.batch import RolloutBatch
 from rolloutmq.producer.training.ratios import importance_ratios, truncated
 
-from .record import Record, deterministic
+from .record import DEVICE, ENGINE_DTYPE, GPU, Record, deterministic
 
 ETA, PROMPTS, SAMPLES, TOKENS = 2, 6, 4, 48
 
@@ -68,12 +68,12 @@ def main(url: str, model_path: str, folder: str, steps: int, free: bool = False)
     """free: without reproducible=True, to compare the speed."""
     deterministic()
     record, checkpoint = Record(Path(folder)), Path(folder) / "checkpoint.pt"
-    model = load_tiny_model(model_path)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    model = load_tiny_model(model_path).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5 if GPU else 3e-4)
     rules = GroupRules(score=score, teaches=rewards_differ)
     with (
         BlockingRolloutClient(url, client_id="run", journal=Path(folder) / "journal") as client,
-        WeightPublisher(url) as publisher,
+        WeightPublisher(url, dtype=ENGINE_DTYPE) as publisher,
     ):
         feed = client.feed(Staleness(ETA, PROMPTS * SAMPLES, on_stale="wait"), rules, reproducible=not free)
         if checkpoint.exists():
@@ -99,8 +99,8 @@ def main(url: str, model_path: str, folder: str, steps: int, free: bool = False)
         handle = publish()
         keep()  # before the first step: what a step has trained stays in Redis until a checkpoint knows it
         for groups in feed.batches(islice(data(), feed.books.numbers, None), timeout=300):
-            batch = RolloutBatch.of(rows_of(groups))
-            rewards = [torch.tensor(group.rewards) for group in groups]
+            batch = RolloutBatch.of(rows_of(groups)).to(DEVICE)
+            rewards = [torch.tensor(group.rewards, device=DEVICE) for group in groups]
             advantages = torch.cat([(it - it.mean()) / (it.std(correction=0) + 1e-3) for it in rewards])
             loss, norm = take_step(model, optimizer, batch, advantages)
             feed.train(groups)

@@ -15,10 +15,15 @@ import numpy as np
 import torch
 
 STEPS, END = "steps.jsonl", "end.json"
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+"""Of trainer and engines; they share the first GPU. Trainers keep float32 weights; engines on a GPU have bfloat16."""
+ENGINE_DTYPE = "bfloat16" if GPU else "float32"
 
 
 def deterministic() -> None:
-    """Let torch compute the same in the same order, on one core."""
+    """Let torch compute the same in the same order, on one core or on a GPU."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when cuBLAS begins; without it matmuls are refused
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
@@ -52,7 +57,7 @@ class Record:
         """The run is over."""
         told = hashlib.sha256()
         for name, tensor in sorted(model.state_dict().items()):
-            told.update(name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            told.update(name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         draft = self.folder / "end.draft"
         draft.write_text(json.dumps({"weights": told.hexdigest()}))
         os.replace(draft, self.folder / END)

@@ -23,7 +23,7 @@ from rolloutmq.producer.training import seed_of
 from rolloutmq.producer.training.batch import RolloutBatch
 
 from .own import save, take_step
-from .record import Record, deterministic
+from .record import DEVICE, ENGINE_DTYPE, Record, deterministic
 
 ETA, TASKS, EPISODES, TOKENS, TURNS = 2, 3, 4, 20, 3
 
@@ -113,7 +113,7 @@ def main(url: str, model_path: str, folder: str, steps: int) -> None:
 async def train(url: str, model_path: str, folder: Path, steps: int) -> None:
     deterministic()
     record, checkpoint = Record(folder), folder / "checkpoint.pt"
-    model = load_tiny_model(model_path)
+    model = load_tiny_model(model_path).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     step = 0
     if checkpoint.exists():
@@ -124,7 +124,7 @@ async def train(url: str, model_path: str, folder: Path, steps: int) -> None:
         step = read["step"]
     first = folder.parent / "undisturbed" / "journal"
     repeat = None if folder.name == "undisturbed" else first
-    publisher = await asyncio.to_thread(WeightPublisher, url)
+    publisher = await asyncio.to_thread(partial(WeightPublisher, url, dtype=ENGINE_DTYPE))
     # What is taken stays in Redis: the checkpoint may be older.
     client = RolloutClient(url, client_id="run", journal=folder / "journal", before_ack=lambda closing: closing)
     async with client:
@@ -157,7 +157,7 @@ async def train(url: str, model_path: str, folder: Path, steps: int) -> None:
 
 
 def learn(model: Any, optimizer: Any, episodes: list[Episode]) -> tuple[float, float]:
-    rewards = torch.tensor([episode.reward for episode in episodes]).view(TASKS, EPISODES)
+    rewards = torch.tensor([episode.reward for episode in episodes], device=DEVICE).view(TASKS, EPISODES)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-3)).flatten()
-    batch = RolloutBatch.of([row for episode in episodes for row in episode.rows()])
+    batch = RolloutBatch.of([row for episode in episodes for row in episode.rows()]).to(DEVICE)
     return take_step(model, optimizer, batch, advantages)

@@ -20,11 +20,14 @@ from support.redis.deployments import FAST_SYNC, follow, plain
 
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
-from .record import END, steps_of
+from .record import END, ENGINE_DTYPE, GPU, steps_of
 
 LEASE_S = 4.0
 WORKER = (
-    "--dtype=float32", "--deterministic", "--max-running=16", "--max-total-tokens=16384", "--mem-fraction=0.1",
+    f"--dtype={ENGINE_DTYPE}", "--deterministic", "--max-running=16", "--max-total-tokens=16384",
+    # Of a GPU's memory a share that the trainer's and another engine's does not count in.
+    *(("--mem-fraction=0.6", "--attention-backend=triton", "--sampling-backend=pytorch", "--no-prefill-cuda-graph")
+      if GPU else ("--mem-fraction=0.1",)),
     f"--lease={LEASE_S}", "--checkpoint=0.2", "--drain=4", "--spot=gcp",
 )  # fmt: skip
 LOOK_S = 0.05
