@@ -31,7 +31,7 @@ async def one(program: str, model: Path, folder: Path, steps: int, strokes: list
     main = importlib.import_module(f"bitwise.{program}").main
     async with world(model, folder, 2) as made:
         began = time.monotonic()
-        made.start_trainer(main, steps)
+        await made.start_trainer(main, steps)
         struck = await strike(made, strokes, seed)
         await made.end()
         seconds = time.monotonic() - began

@@ -63,8 +63,8 @@ async def spot_notice(world: World, dice: random.Random) -> None:
 async def kill_trainer(world: World, dice: random.Random) -> None:
     await asyncio.sleep(dice.uniform(0.0, 0.5))  # at any moment of a step
     if not world.over:
-        world.kill_trainer()
-        world.go_on()
+        await world.kill_trainer()
+        await world.go_on()
 
 
 FAULTS: tuple[Callable[[World, random.Random], Awaitable[None]], ...] = (

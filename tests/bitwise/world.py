@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,17 @@ class World:
         cloud = await self._stack.enter_async_context(played_cloud())
         self._count += 1
         log = self.folder / f"worker-{self._count}.log"
-        worker = WorkerProcess(self.model, self.url, log, *WORKER, f"--spot-endpoint={cloud.url}")
+        # In a thread: a process that is spawned, not forked, is waited for for seconds, and the proxy is served here.
+        worker = await asyncio.to_thread(
+            WorkerProcess, self.model, self.url, log, *WORKER, f"--spot-endpoint={cloud.url}"
+        )
         self._stack.callback(worker.kill)
         self.workers.append((worker, cloud))
         await until(lambda: "joined pool" in worker.text() or worker.process.poll() is not None)
 
     async def replace(self, worker: WorkerProcess) -> None:
         """It has ended, or ends now; another one takes its place."""
-        worker.kill()
+        await asyncio.to_thread(worker.kill)
         self.workers = [pair for pair in self.workers if pair[0] is not worker]
         await self.add_worker()
 
@@ -73,23 +77,24 @@ class World:
 
     # --- the trainer -----------------------------------------------------------------------------------------------
 
-    def start_trainer(self, program: Program, *arguments: Any) -> None:
+    async def start_trainer(self, program: Program, *arguments: Any) -> None:
         self._program = program, arguments
-        self.go_on()
+        await self.go_on()
 
-    def go_on(self) -> None:
+    async def go_on(self) -> None:
         """Start the trainer, or start it again."""
         assert self._program is not None
         program, arguments = self._program
         self._count += 1
         log = self.folder / f"trainer-{self._count}.log"
-        self.trainer = Forked(program, self.url, str(self.model), str(self.folder), *arguments, log=log)
+        start = partial(Forked, program, self.url, str(self.model), str(self.folder), *arguments, log=log)
+        self.trainer = await asyncio.to_thread(start)
 
-    def kill_trainer(self) -> None:
+    async def kill_trainer(self) -> None:
         assert self.trainer is not None
         if self.trainer.poll() is None:
             os.killpg(self.trainer.pid, signal.SIGKILL)
-        self.trainer.wait(20)
+        await asyncio.to_thread(self.trainer.wait, 20)
 
     @property
     def step(self) -> int:
@@ -154,7 +159,7 @@ async def world(model: Path, folder: Path, workers: int) -> AsyncIterator[World]
         finally:
             if made.trainer is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    made.kill_trainer()
+                    await made.kill_trainer()
 
 
 async def until(condition: Callable[[], Any]) -> None:

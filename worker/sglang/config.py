@@ -123,7 +123,7 @@ class SGLangConfig(BaseModel):
     cuda_graph: bool = True
     """Capture CUDA graphs for decoding, for at most 1024 requests (takes seconds)."""
     prefill_cuda_graph: bool = True
-    """Capture CUDA graphs for prefill (up to a minute at the start)."""
+    """Capture CUDA graphs for prefill (up to a minute at the start); never with a memory_saver."""
     overlap_schedule: bool | None = None
     """Prepare the next batch while the current one runs; default: on GPUs only, since on a CPU both need the same
     cores."""
@@ -229,6 +229,7 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         if device == "cpu":
             raise ConfigError(f"memory_saver={config.memory_saver!r}: SGLang gives memory back on GPUs only")
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": config.memory_saver == "backup"}
+        arguments["disable_prefill_cuda_graph"] = True  # SGLang's prefill graphs refuse to start with it
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if device == "cpu":
         # SGLang counts memory that other processes allocate while it starts as its own. A KV cache whose size is given

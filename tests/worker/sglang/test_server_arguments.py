@@ -92,3 +92,9 @@ def test_every_argument_is_one_of_sglangs() -> None:
     )
     unknown = everything.keys() - inspect.signature(ServerArgs).parameters.keys()
     assert not unknown
+
+
+def test_an_engine_that_can_sleep_captures_no_prefill_graphs() -> None:
+    """SGLang raises NotImplementedError for both, on GPUs alone."""
+    assert told(memory_saver="on", device="cuda")["disable_prefill_cuda_graph"]
+    assert not told(device="cuda")["disable_prefill_cuda_graph"]
