@@ -101,8 +101,8 @@ class Moving:
     def _gain(self, held: HeldJob, fewer: int) -> float:
         samples = [one for one in held.samples.values() if isinstance(one, SampleRun)]
         prompt, job = samples[0].prompt, samples[0].job
-        if job.media or any(one.stream and not one.stream.shown(1) for one in samples):
-            return 0.0  # it would begin again, or has tokens that its client may not see yet
+        if any(one.starts_over or (one.stream and not one.stream.shown(1)) for one in samples):
+            return 0.0  # it would lose what it has, or has tokens that its client may not see yet
         generated = [self._generated(one) for one in samples]
         return gain(len(prompt), generated, job.sampling.max_new_tokens, self._generation.mean_tokens, fewer)
 

@@ -140,7 +140,7 @@ class UpdateBudget:
 
     async def _watch(self, stopped: Sequence[Run], mode: UpdateMode, version: int) -> None:
         """Wait until all of these go on, and note what the update cost."""
-        tokens, media = _tokens(stopped), [one for one in stopped if isinstance(one, SampleRun) and one.job.media]
+        tokens, anew = _tokens(stopped), [one for one in stopped if isinstance(one, SampleRun) and one.starts_over]
         while await self._stand(stopped):  # noqa: ASYNC110 – the engine is asked
             await asyncio.sleep(min(LONGEST_LOOK_S, max(LOOK_S, (time.monotonic() - self._began) / 16)))
         self._ended = time.monotonic()
@@ -151,8 +151,8 @@ class UpdateBudget:
             self._tokens_per_s = tokens / self._cost_s
         if stopped:
             self.on_cost(mode, version, self._cost_s, tokens)
-        # What was stopped with media began from nothing. Once is enough: it ends before the next update.
-        while self._here(media):  # noqa: ASYNC110
+        # These began from nothing. Once is enough: they end before the next update.
+        while self._here(anew):  # noqa: ASYNC110
             await asyncio.sleep(LONGEST_LOOK_S)
         self._watching = None
         self.on_change()

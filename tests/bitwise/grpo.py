@@ -55,8 +55,9 @@ def main(url: str, model_path: str, folder: str, steps: int) -> None:
 
     samples: list[Any] = []
     args = made.GRPOConfig(
-        str(out), **made.SMALL | {"max_completion_length": 24, "use_cpu": not GPU}, max_steps=steps, save_steps=1, save_total_limit=2,
-        seed=3, vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0,
+        str(out), **made.SMALL | {"max_completion_length": 24, "use_cpu": not GPU}, max_steps=steps,
+        save_steps=1, save_total_limit=2, seed=3,
+        vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0,
     )  # fmt: skip
     model = made.AutoModelForCausalLM.from_pretrained(model_path, dtype="float32")
     rollouts = Noted(url, reproducible=True, dtype=ENGINE_DTYPE)

@@ -10,7 +10,7 @@ import pytest
 
 from rolloutmq.ops.replay.checks import diff
 
-from .__main__ import compare
+from .__main__ import Plan, compare
 from .faults import FAULTS, drawn
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 def test_two_runs_with_faults_are_the_undisturbed_one(tmp_path: Path) -> None:
     if find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
-    found = asyncio.run(compare("own", tmp_path, steps=20, runs=2, seed="ci"))
+    found = asyncio.run(compare("own", tmp_path, Plan(steps=20, runs=2, seed="ci")))
     first, *others = found["told"]
     for run in others:
         assert (run["differences"], run["weights"], run["steps"]) == ([], first["weights"], 20), run

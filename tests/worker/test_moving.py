@@ -178,12 +178,11 @@ async def test_nothing_is_interrupted_that_could_not_run_on_here(giver: Giver) -
     assert giver.gives(Plan("taker", 1, 2, -2)) == [new, running]
 
 
-async def test_an_answer_about_media_is_not_interrupted(giver: Giver) -> None:
-    """It would begin again."""
-    image = Medium(kind="image", data=b"x")
-    of = [GenerateJob(text="a", media=(image,), sampling=LONG) for _ in range(8)]
+@pytest.mark.parametrize("fields", [{"media": (Medium(kind="image", data=b"x"),)}, {"exact_version": 1}])
+async def test_what_would_begin_again_is_not_interrupted(giver: Giver, fields: dict[str, Any]) -> None:
+    of = [GenerateJob(text="a", sampling=LONG, **fields) for _ in range(8)]
     for one in of[:4]:
-        giver.hold(one, runs=True)
+        giver.sample(giver.hold(one, runs=True)).starts_over |= "exact_version" in fields
     waiting = [giver.hold(one) for one in of[4:]]
     assert giver.gives(Plan("taker", 1, 6, 0)) == waiting[::-1]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.model import LogitProcessor, LogprobOptions, Medium, SamplingParams
+from ...messages.model import GenerateJob, LogitProcessor, LogprobOptions, Medium, SamplingParams
 from ...sync.transfer import TransferOrder, TransferReport
 from .loaded_adapters import LoadedAdapters
 from .tasks import TaskOutput, TaskRequest
@@ -182,6 +182,15 @@ class EngineInfo:
         """A hex digest of what its speed depends on."""
         told = self.name, self.version, self.dtype, self.device, self.gpu_model, self.tp_size, self.ep_size
         return hashlib.sha1(repr(told).encode(), usedforsecurity=False).hexdigest()[:8]
+
+    def starts_over(self, job: GenerateJob) -> bool:
+        """Whether a sample of this job that was interrupted is generated anew here, though it could go on.
+
+        So it is for a reproducible one on a GPU. Its prefill and decode kernels round differently: a sample that goes
+        on has its own tokens' KV from a prefill, and what follows depends on where it was interrupted. A CPU's agree.
+        """
+        exact = job.exact_version is not None and job.seed is not None
+        return exact and self.deterministic and self.device != "cpu"
 
     def fingerprint(self) -> Mapping[str, str]:
         """Return what a replay needs to know. It is small, because it travels with every result."""

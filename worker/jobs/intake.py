@@ -145,8 +145,10 @@ def admit(
     for index in range(job.n):
         if index in claim.published:
             continue
-        sample = SampleRun(job, prompt, index, claim.attempt, claim.queued_s, adapters=info.adapters)
-        if claim.ending or not job.media:  # see EngineRequest.media
+        sample = SampleRun(
+            job, prompt, index, claim.attempt, claim.queued_s, adapters=info.adapters, starts_over=info.starts_over(job)
+        )
+        if claim.ending or not sample.starts_over:
             sample.resume_from(_readable(claim.partials.get(index, ()), job.lora is not None))
         held.samples[index] = sample
     return held

@@ -38,6 +38,8 @@ class SampleRun(JobRun[GenerateJob]):
     """One sample, across interruptions, weight updates and earlier workers.
 
     adapters: the engine's, of which the job may name one.
+    starts_over: an interrupted one is generated anew, because it cannot go on, or not exactly as it would have; see
+        EngineRequest.media and EngineInfo.starts_over.
 
     A sample keeps the adapter version that it began with. If that version is gone, on another worker or after a restart
     of the engine, the next leg takes a newer one, and `adapter_segments` says so.
@@ -55,6 +57,7 @@ class SampleRun(JobRun[GenerateJob]):
     stream: SampleStream | None = None  # of a job whose client is told of every piece
     cached_tokens: int = 0  # of the prompt, when the first leg here began
     adapters: LoadedAdapters | None = None
+    starts_over: bool = False
     adapter_segments: list[Segment] = field(default_factory=list)
     _adapter: AdapterUse | None = None
     saved_at: float = field(default_factory=time.monotonic)
@@ -66,6 +69,7 @@ class SampleRun(JobRun[GenerateJob]):
 
     def __post_init__(self) -> None:
         self._wanted = _wanted(self.job, self.index)
+        self.starts_over |= bool(self.job.media)
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -151,8 +155,8 @@ class SampleRun(JobRun[GenerateJob]):
     def absorb(self, leg: Leg, output: EngineOutput, seconds: float) -> None:
         """Take in what a leg generated, finished or not."""
         self._engine_s += seconds
-        if self.job.media and output.finish_reason == "abort" and not self.ending:
-            self.save_anew()  # see EngineRequest.media
+        if self.starts_over and output.finish_reason == "abort" and not self.ending:
+            self.save_anew()
             if self.stream is not None:
                 self.stream.restart()
             return

@@ -15,11 +15,12 @@ import pytest
 from support.pools.pool import Running, eventually, wait_replies, worker
 from support.specimens.messages import SHORT, job
 
-from rolloutmq.messages import Broker, GenerateJob, encode
+from rolloutmq.messages import Broker, GenerateJob, Partial, Segment, encode
 from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.errors import RequestRefused
 from rolloutmq.producer.data import medium
 from rolloutmq.worker.engine.protocol import EngineInfo
+from rolloutmq.worker.jobs import SampleRun
 from rolloutmq.worker.jobs.held import HeldJob
 from rolloutmq.worker.jobs.intake import FETCHES, MustFetch, admit_all, admit_fetched
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -191,3 +192,32 @@ async def test_what_is_fetched_is_no_stray(redis_db: str, broker: Broker, server
         assert await broker.redis.hget(broker.keys.job(slow.id), "st") == b"r"
         server.late.set()
         await wait_replies(broker, 1)
+
+
+EXACTLY = {"exact_version": 1, "seed": 7}
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields", "ending", "tokens"),
+    [
+        ({"deterministic": True}, EXACTLY, False, 0),
+        ({"deterministic": True}, EXACTLY, True, 2),
+        ({"deterministic": True, "device": "cpu"}, EXACTLY, False, 2),
+        ({"deterministic": True}, {"seed": 7}, False, 2),
+        ({}, {"exact_version": 1}, False, 2),
+    ],
+    ids=["reproducible", "it only has to end", "on a CPU", "of any version", "without a seed"],
+)
+async def test_a_reproducible_sample_starts_over_on_a_gpu(
+    engine: dict[str, Any], fields: dict[str, Any], ending: bool, tokens: int
+) -> None:
+    """Its kernels round differently for what is read and what is generated: going on, it would not be the same."""
+    made, piece = job(**fields), Partial(token_ids=[5, 6], logprobs=[-0.5, -0.6], segments=(Segment(1, 2),))
+    of = Claim(made.id, 1, 1, 0.0, None, encode(made), partials={0: (encode(piece),)}, ending=ending)
+    able = frozenset({"seed"})
+    async for _, found in admit_all([of], replace(INFO, features=able, **engine), NoTokenizer()):
+        assert isinstance(found, HeldJob), found
+        (sample,) = found.samples.values()
+        assert isinstance(sample, SampleRun)
+        assert len(sample.tokens) == tokens
+        assert sample.starts_over is (engine == {"deterministic": True} and fields == EXACTLY)
