@@ -193,6 +193,7 @@ class Cells:
             going.append(made)
             for worker in made.members:
                 del left[worker]
+        self._probed = time.monotonic()  # they have just spoken, and have more urgent things to do than to answer
         for cell in going:
             self._numbers += 1
             number = str(self._numbers)

@@ -152,6 +152,13 @@ class Arriving:
         if not self.complete:
             self._group.abort()
 
+    def forget(self) -> None:
+        """Forget the broadcasts, which are over: torch ends the CUDA events of each. Other threads run in between."""
+        with self._lock:
+            queued, self._queued = self._queued, []
+        while queued:
+            queued.pop()
+
     def _watch(self) -> None:
         while not self._taken.wait(SLICE_S):
             why = self._broken()

@@ -19,6 +19,7 @@ from ..plan import CopyPlan
 from ..tensors import short_turns
 from ..transfer import TransferOrder, TransferReport
 from ..wire import Brief, Offer, begin
+from .arriving import Arriving
 from .lend import held_offer
 from .loading import Model
 from .state import RankState, import_early, warm_up
@@ -51,6 +52,7 @@ class Receiver:
         self._pending: Way | None = None  # prepared
         self._under_way: Way | None = None  # to be ended before the next one, if nobody commits it
         self._lock = threading.Lock()
+        self._over: Arriving | None = None  # of the last load, until it is cleared away
         self._held: tuple[Brief, CopyPlan | None] | None = None
         self._lent = False
 
@@ -138,12 +140,20 @@ class Receiver:
         if verify:
             self._held = way.told, state.last_plan
             self._offer_held(way)
+        self._over = way.arriving
         return way.report(
             "done",
             receive_s=way.receive_s if way.staged else seconds,
             load_s=seconds,
             readback=loading.readback and verify,
         )
+
+    def clear_away(self) -> None:
+        """Free what the last `commit` has used. It takes a millisecond of which nothing should wait: not the answer,
+        not requests that stand still."""
+        arriving, self._over = self._over, None
+        if arriving is not None:
+            arriving.forget()
 
     # --- what others may have of it ----------------------------------------------------------------------------------
 
@@ -187,6 +197,7 @@ class Receiver:
 
         No effect on a CPU, which always does that.
         """
+        self._over = None
         self.state.stage(policy)
 
     def forget(self, *, held: bool) -> None:
@@ -194,7 +205,7 @@ class Receiver:
         self._end_under_way()
         self.state.lines.withdraw("its holder gives the memory up")
         self.state.overwritten()
-        self._pending = None
+        self._pending = self._over = None
         self.state.drop_buffers()
         self._held = None if held else self._held
         for memory in self.state.memory.values():

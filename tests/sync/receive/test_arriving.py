@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +164,17 @@ def test_what_was_taken_is_left_alone() -> None:
     assert not wire.aborted
     made.abandon()
     assert wire.aborted
+
+
+def test_what_is_loaded_keeps_no_broadcast() -> None:
+    wire = Wire()
+    noted = Noted(wire)
+    loaded = arriving(wire, noted)
+    loaded.load(noted, readback=True)
+    broadcast = weakref.ref(loaded._queued[0])
+    loaded.forget()
+    assert broadcast() is None
+    assert loaded.complete
 
 
 def test_a_wait_for_what_is_ahead_ends() -> None:

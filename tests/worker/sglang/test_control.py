@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,6 +38,16 @@ async def test_a_commit_is_answered_by_its_own_report(channel: Channel) -> None:
     assert not later.done()
     server.post("second", TORN)
     assert await later == TORN
+
+
+async def test_what_a_commit_has_used_is_freed_behind_its_answer(channel: Channel) -> None:
+    server = ControlServer(channel.folder, 0, Receiver(torch.device("cpu")))
+    answered, freed = threading.Event(), list[bool]()
+    server.receiver._over = Mock(forget=lambda: freed.append(answered.wait(10.0)))
+    server.post("first", DONE)
+    assert await channel.ask(0, {"committed": "first", "timeout_s": 10.0}) == DONE
+    answered.set()
+    await eventually(lambda: freed == [True])
 
 
 async def test_who_asks_for_a_commit_that_never_was_is_not_kept(

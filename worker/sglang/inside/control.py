@@ -93,6 +93,7 @@ class ControlServer:
                 with short_turns():
                     if not self._answer(json.loads(line), _Asked(stream)):
                         return
+                    self.receiver.clear_away()
 
     def _answer(self, question: dict[str, Any], asked: _Asked) -> bool:
         """Answer one question. Returns whether there was an answer in time."""
