@@ -36,8 +36,8 @@ def strip_wrappers(name: str) -> str:
 
 def is_sharded(tensor: object) -> bool:
     """Whether it is a DTensor. Does not import the module of DTensors, which takes half a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # not there yet while it is imported
+    return kind is not None and isinstance(tensor, kind)
 
 
 def gathered(tensor: Any) -> Any:
