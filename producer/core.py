@@ -47,6 +47,8 @@ from .sending import Sent, counted, enqueued, enqueued_together, send_all
 log = logging.getLogger(__name__)
 BLOCKING_READS = 2
 """Of results, and of news of what is streamed."""
+JOURNAL_S = 1.0
+"""That a checkpoint waits for the journal's disk."""
 
 
 class ClientCore:
@@ -116,6 +118,13 @@ class ClientCore:
             await self._redis.aclose()
             if self.journal is not None and self._owns_journal:
                 await asyncio.to_thread(self.journal.close)
+
+    def flush_journal(self) -> None:
+        """Have what was noted so far in the journal's file. Blocks for a write; for JOURNAL_S if the disk refuses."""
+        if self.journal is not None and not self.journal.flush(JOURNAL_S):
+            log.warning(
+                "the journal's file lacks its newest entries: they wait in memory, and are lost with this process"
+            )
 
     async def until(self, ready: Callable[[], bool], timeout: float | None, job_id: str | None = None) -> None:
         """Return once `ready()`, which is asked whenever something arrives, or something of the job `job_id`.

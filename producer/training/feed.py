@@ -351,8 +351,9 @@ class RolloutFeed:
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The books, for the trainer's checkpoint: plain data, also for JSON. Samples are not in it: they stay in Redis
-        until `saved`, which has to be called when the checkpoint is where it survives a crash."""
+        """The books, for the trainer's checkpoint: plain data, also for JSON. Samples stay in Redis until `saved`, to be
+        called when the checkpoint is where it survives a crash. What it knows is in the journal's file by now."""
+        self._core.flush_journal()
         number = self._pool.keeping.checkpoint()
         return {"books": self.books.state_dict(), "checkpoint": number, "client_id": self._core.client_id}
 
@@ -387,8 +388,7 @@ class RolloutFeed:
         if self._handed:
             told += f", {len(self._handed)} groups are at the trainer, neither trained nor dropped"
         if self._held_up or not self.capacity:
-            told += f". staleness: {self.staleness} lets in no more before the next update"
-            told += ": publish each one, and call advance()"
+            told += f". {self.staleness} lets in no more before the next update: publish each one, and call advance()"
         return WaitTimeout(told, why)
 
     async def _begin(self) -> None:

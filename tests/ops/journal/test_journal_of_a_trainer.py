@@ -59,6 +59,21 @@ async def test_a_trainers_run_is_in_its_journal(redis_db: str, tmp_path: Path) -
     assert all(entry.client_id == "me" for entry in entries if entry.event != "note")
 
 
+async def test_what_a_checkpoint_knows_survives_the_trainer(redis_db: str, tmp_path: Path) -> None:
+    """It is not generated or trained again, so nobody would write it into the journal any more."""
+    journal = Journal(tmp_path, flush_s=3600.0)  # nothing is written before somebody asks for it
+    async with worker(redis_db), RolloutClient(redis_db, journal=journal) as client:
+        feed = client.feed(Staleness(0, 2, "mark"))
+        async for batch in feed.batches([GenerateJob(token_ids=[7], n=2, sampling=SHORT)], timeout=30):
+            feed.train(batch, step=0)
+        assert list(read(tmp_path)) == []
+        feed.state_dict()
+        told = [entry.sample for entry in read(tmp_path, events="note") if entry.data["trained"] == 0]
+        assert told == [0, 1]
+        assert len(list(read(tmp_path, events="result"))) == 2
+    journal.close()
+
+
 async def test_what_a_feed_drops_by_itself_is_in_it_with_its_reason(redis_db: str, tmp_path: Path) -> None:
     """Surplus samples, those that a filter refuses, and groups that teach nothing: the trainer never sees them."""
     rules = GroupRules(
