@@ -351,7 +351,7 @@ class RolloutFeed:
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The books, for the trainer's checkpoint: plain data, also for JSON. Samples stay in Redis until `saved`, to be
+        """The books, for the trainer's checkpoint: plain data, also JSON. Samples stay in Redis until `saved`, to be
         called when the checkpoint is where it survives a crash. What it knows is in the journal's file by now."""
         self._core.flush_journal()
         number = self._pool.keeping.checkpoint()

@@ -94,6 +94,7 @@ class EngineOutput:
     stop_tokens: number of the sample's last tokens, over all its legs, that have a part of the match; 0 without one.
     stop_text: their text from where the match begins; "" for a match that is no text.
     token_arrays, arrays: what was wanted, named as in RolloutResult. token_arrays have one row per token.
+    retracted: the engine had no memory for it for a while, and computed the KV cache of what it had anew.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -103,6 +104,7 @@ class EngineOutput:
     stop_tokens: int = 0
     stop_text: str = ""
     cached_tokens: int = 0
+    retracted: bool = False
     token_arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 

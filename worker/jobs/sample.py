@@ -155,7 +155,8 @@ class SampleRun(JobRun[GenerateJob]):
     def absorb(self, leg: Leg, output: EngineOutput, seconds: float) -> None:
         """Take in what a leg generated, finished or not."""
         self._engine_s += seconds
-        if self.starts_over and output.finish_reason == "abort" and not self.ending:
+        interrupted = output.finish_reason == "abort" or (output.retracted and not self.job.media)
+        if self.starts_over and interrupted and not self.ending:
             self.save_anew()
             if self.stream is not None:
                 self.stream.restart()

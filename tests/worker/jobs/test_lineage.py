@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -46,6 +48,20 @@ def test_an_interrupted_sample_says_where_its_cache_was_computed_anew() -> None:
     absorb(sample, 6, "length")
     made = sample.result("w", INFO, None)
     assert (made.legs, made.in_place, made.segments) == ((3,), (), (Segment(1, 3), Segment(2, 6)))
+
+
+@pytest.mark.parametrize(
+    "first", [output(3), replace(output(9, "length"), retracted=True)], ids=["stopped", "retracted"]
+)
+def test_what_starts_over_keeps_nothing_that_was_interrupted(first: EngineOutput) -> None:
+    sample = begun(1)
+    sample.starts_over = True
+    sample.absorb(sample.leg, first, 0.0)
+    assert (len(sample.tokens), sample.finish_reason) == (0, None)
+    sample.next_request(1)
+    absorb(sample, 9, "length")
+    made = sample.result("w", INFO, None)
+    assert (len(made.token_ids), made.legs, made.segments) == (9, (), (Segment(1, 9),))
 
 
 def test_lineage_goes_on_with_the_pieces_that_a_lost_worker_had_saved() -> None:

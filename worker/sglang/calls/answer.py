@@ -104,6 +104,7 @@ def engine_output(request: EngineRequest, answer: dict[str, Any] | None, shapes:
         stop_tokens=stop_tokens,
         stop_text=stop_text,
         cached_tokens=int(meta.get("cached_tokens") or 0),
+        retracted=bool(meta.get("num_retractions")),
         token_arrays=rows,
         arrays=arrays,
     )
