@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ async def test_a_commit_is_answered_by_its_own_report(channel: Channel) -> None:
 async def test_what_a_commit_has_used_is_freed_behind_its_answer(channel: Channel) -> None:
     server = ControlServer(channel.folder, 0, Receiver(torch.device("cpu")))
     answered, freed = threading.Event(), list[bool]()
-    server.receiver._over = Mock(forget=lambda: freed.append(answered.wait(10.0)))
+    server.receiver.clear_away = lambda: freed.append(answered.wait(10.0))
     server.post("first", DONE)
     assert await channel.ask(0, {"committed": "first", "timeout_s": 10.0}) == DONE
     answered.set()
