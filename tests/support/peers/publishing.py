@@ -43,7 +43,8 @@ async def publish(source: WeightPublisher, version: int) -> Any:
 async def serve_some(ledger: Ledger, before: int, version: int) -> None:
     """One more job, answered with this version."""
     broker = Broker(ledger.redis, "default")
-    await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=4))])
+    # Of two workers the one that has it: "committed" is said when the first one serves it.
+    await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=4), min_version=version)])
     found = (await wait_replies(broker, before + 1))[-1].outcome
     assert found.versions == (version,)
     check_scripted(found, 3)

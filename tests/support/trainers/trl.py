@@ -176,7 +176,8 @@ def async_trainer(
     """An AsyncGRPOTrainer as a user makes one."""
     prepare_cpu()
     args = AsyncGRPOConfig(str(out), **{"max_steps": 4, "save_strategy": "no", **SMALL, **fields})
-    weights = PoolWeightTransfer(redis_url, join_timeout_s=join_timeout_s)
+    # Where a pool cannot keep up, "auto" goes on with a cache of older weights: `logprob_gaps` has only the newer ones.
+    weights = PoolWeightTransfer(redis_url, join_timeout_s=join_timeout_s, mode="resume")
     given = {"processing_class": tokenizer, "tools": tools, "environment_factory": environment_factory}
     worker = PoolRolloutWorker(weights, str(model), args, prompts(), rewards, client_id=client_id, **given)
     trainer = AsyncGRPOTrainer(

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.pools.pool import eventually
 from test_switches import make, none_before  # noqa: F401 – a fixture
 
 from rolloutmq.messages.errors import EngineError
+from rolloutmq.sync.receive import Receiver
 from rolloutmq.sync.transfer.order import TransferReport
 from rolloutmq.worker.sglang.channel import Channel
 from rolloutmq.worker.sglang.inside import scheduler as inside_scheduler
@@ -195,7 +197,7 @@ def test_requests_go_first(scheduler: Any) -> None:
 async def test_a_commit_is_what_the_loader_and_sglang_say_of_it(
     scheduler: Any, tmp_path: Path, posted: TransferReport | None, refusal: str, whole: tuple[bool, bool]
 ) -> None:
-    server = ControlServer(str(tmp_path), 0, None)  # type: ignore[arg-type]
+    server = ControlServer(str(tmp_path), 0, Receiver(torch.device("cpu")))
 
     class Runner(Updater):
         def update_weights_from_tensor(self, named_tensors: Any, load_format: str) -> Any:
@@ -221,7 +223,7 @@ async def test_an_answer_is_short_enough_to_be_written_at_once(scheduler: Any, t
         def update_weights_from_tensor(self, named_tensors: Any, load_format: str) -> Any:
             return False, "x" * (1 << 22)
 
-    server = ControlServer(str(tmp_path), 0, None)  # type: ignore[arg-type]
+    server = ControlServer(str(tmp_path), 0, Receiver(torch.device("cpu")))
     scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(weight_updater=Runner()))
     with socket.socket(socket.AF_UNIX) as asker:
         asker.connect(socket_path(str(tmp_path), 0))
@@ -233,7 +235,7 @@ async def test_an_answer_is_short_enough_to_be_written_at_once(scheduler: Any, t
 
 
 async def test_a_commit_that_nobody_carries_out_is_not_waited_for_for_ever(scheduler: Any, tmp_path: Path) -> None:
-    server = ControlServer(str(tmp_path), 0, None)  # type: ignore[arg-type]
+    server = ControlServer(str(tmp_path), 0, Receiver(torch.device("cpu")))
     question = {"commit": "ticket", "loader": "loader", "told": "text", "timeout_s": 0.05}
     with pytest.raises(EngineError, match="does not answer"):
         await Channel(str(tmp_path)).ask(0, question)
@@ -242,7 +244,7 @@ async def test_a_commit_that_nobody_carries_out_is_not_waited_for_for_ever(sched
 
 async def test_a_scheduler_that_has_got_a_request_says_so_and_calls_nobody(scheduler: Any, tmp_path: Path) -> None:
     """Its request came first, and must be told of the update in SGLang's own order."""
-    server, updater = ControlServer(str(tmp_path), 0, None), Updater()  # type: ignore[arg-type]
+    server, updater = ControlServer(str(tmp_path), 0, Receiver(torch.device("cpu"))), Updater()
     scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(weight_updater=updater))
     scheduler.running_batch.reqs = ["request"]
     question = {"commit": "ticket", "loader": "loader", "told": "text", "timeout_s": 20.0}
