@@ -17,11 +17,10 @@ from typing import Any
 from support.engines.forking import install
 
 from benchmarks.harness import host
-from benchmarks.sync.shapes import one_shape, write_random
-from rolloutmq.ops.tiny_model import write_tiny_model
+from benchmarks.replay import TEXT, write_model
 
 from .faults import NAMES, drawn, strike
-from .record import END, ENGINE_DTYPE, differences, steps_of
+from .record import END, differences, steps_of
 from .world import world
 
 PROGRAMS = ("own", "grpo", "tools")
@@ -35,7 +34,7 @@ class Plan:
     runs: int = 10
     seed: str = "7"
     faults: tuple[str, ...] = NAMES
-    shape: str = ""  # the tiny one, or one of benchmarks/sync/shapes.py
+    shape: str = TEXT  # the tiny model, or one of benchmarks/sync/shapes.py
 
 
 async def one(program: str, model: Path, folder: Path, plan: Plan, seed: str | None) -> dict[str, Any]:
@@ -53,16 +52,9 @@ async def one(program: str, model: Path, folder: Path, plan: Plan, seed: str | N
     return told | {"taken_again": again, "faults": struck, **json.loads((folder / END).read_text())}
 
 
-def write_model(folder: Path, shape: str) -> None:
-    if shape:
-        write_random(one_shape(shape), folder)
-    else:
-        write_tiny_model(folder, dtype=ENGINE_DTYPE)
-
-
 async def compare(program: str, out: Path, plan: Plan) -> dict[str, Any]:
     """A program's runs. Every one has a folder of its own below `out`."""
-    model = out / (plan.shape or "model")
+    model = out / plan.shape
     if not model.exists():
         write_model(model, plan.shape)
     shutil.rmtree(out / program, ignore_errors=True)
