@@ -79,7 +79,7 @@ def test_experts_that_are_spread_over_two_gpus_before_and_after_an_update(tmp_pa
             report = await asyncio.to_thread(pool.source.publish(1, load_file(weights)).wait, 60.0)
             assert report.state == "committed"
             after = await pool.generate(60)
-        judge = Judge([old, weights], "cuda")
+        judge = Judge([old, new], "cuda")
         for version, result in enumerate((before, after)):
             assert result.versions == (version,)
             near = []

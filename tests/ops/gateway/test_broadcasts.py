@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import ctypes
 import os
 import pickle
 import subprocess
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
@@ -26,10 +24,11 @@ from support.pools import skyrl_trainer
 from support.pools.pool import Running, worker
 from support.pools.served import port
 from support.pools.skyrl_trainer import SHAPES, weights
+from support.pools.vllm_trainer import packed, pickled_id
 from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from rolloutmq.messages.errors import InvalidField
-from rolloutmq.ops.gateway.vllm.receiver import ID_CLASS, Receiver, flushed, read_info, read_init, unique_id
+from rolloutmq.ops.gateway.vllm.receiver import Receiver, flushed, read_info, read_init, unique_id
 
 ASKED = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
 NAMED = {"names": list(SHAPES), "shapes": list(SHAPES.values())}
@@ -120,18 +119,7 @@ class Rank0:
         self._group.allreduce([torch.zeros(1)], AllreduceOptions()).wait()
 
     def send(self, tensors: list[torch.Tensor], most: int | None) -> None:
-        """Packed into buffers of more than `most` bytes, or one by one."""
-        if most is None:
-            parts = tensors
-        else:
-            raw = [it.contiguous().view(torch.uint8).flatten() for it in tensors]
-            parts, some = [], []
-            for one in raw:
-                some.append(one)
-                if sum(map(len, some)) > most:
-                    parts, some = [*parts, torch.cat(some)], []
-            parts += [torch.cat(some)] if some else []
-        for part in parts:
+        for part in packed(tensors, most):
             self._group.broadcast([part.clone()], BroadcastOptions()).wait()
 
 
@@ -239,25 +227,8 @@ def test_a_buffer_is_flushed_after_the_tensor_that_overfills_it() -> None:
 # --- pickles ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pickled(monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """An id as vLLM's trainer writes it."""
-    module = ModuleType(ID_CLASS[0])
-
-    class ncclUniqueId(ctypes.Structure):
-        _fields_ = (("internal", ctypes.c_byte * 128),)
-
-    ncclUniqueId.__module__, ncclUniqueId.__qualname__ = ID_CLASS
-    module.ncclUniqueId = ncclUniqueId  # type: ignore[attr-defined]
-    with monkeypatch.context() as patch:
-        parts = ID_CLASS[0].split(".")
-        for count in range(1, len(parts)):
-            patch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(parts[count - 1]))
-        patch.setitem(sys.modules, ID_CLASS[0], module)
-        return pickle.dumps(ncclUniqueId.from_buffer_copy(bytes(range(128))))
-
-
-def test_an_id_is_read_and_nothing_of_its_pickle_is_run(pickled: bytes, tmp_path: Path) -> None:
+def test_an_id_is_read_and_nothing_of_its_pickle_is_run(tmp_path: Path) -> None:
+    pickled = pickled_id(bytes(range(128)))
     assert unique_id(pickled) == bytes(range(128))
     touched = tmp_path / "touched"
 

@@ -138,7 +138,7 @@ class Judge:
         self.device = device
         self.models = []
         for path in versions:
-            model = AutoModelForCausalLM.from_pretrained(versions[0], dtype="float32").eval()
+            model = AutoModelForCausalLM.from_pretrained(path if path.is_dir() else versions[0], dtype="float32").eval()
             if path.is_file():
                 missing, unexpected = model.load_state_dict(load_file(path), strict=False)
                 assert not unexpected
