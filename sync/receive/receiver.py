@@ -19,7 +19,6 @@ from ..plan import CopyPlan
 from ..tensors import short_turns
 from ..transfer import TransferOrder, TransferReport
 from ..wire import Brief, Offer, begin
-from .arriving import Arriving
 from .lend import held_offer
 from .loading import Model
 from .state import RankState, import_early, warm_up
@@ -52,7 +51,7 @@ class Receiver:
         self._pending: Way | None = None  # prepared
         self._under_way: Way | None = None  # to be ended before the next one, if nobody commits it
         self._lock = threading.Lock()
-        self._over: Arriving | None = None  # of the last load, until it is cleared away
+        self._over: Way | None = None  # committed, until it is cleared away
         self._held: tuple[Brief, CopyPlan | None] | None = None
         self._lent = False
 
@@ -67,6 +66,7 @@ class Receiver:
         state.lines.newest = order
         with self._lock, state.on_device(), short_turns():
             self._end_under_way()
+            self.clear_away()
             state.lines.withdraw("its holder takes a newer version")
             try:
                 warm_up(self.device)
@@ -135,12 +135,10 @@ class Receiver:
         finally:
             way.let_go()
         seconds = time.monotonic() - began
-        if not way.local:
-            self._is_here(way)
         if verify:
             self._held = way.told, state.last_plan
             self._offer_held(way)
-        self._over = way.arriving
+        self._over = way
         return way.report(
             "done",
             receive_s=way.receive_s if way.staged else seconds,
@@ -149,11 +147,13 @@ class Receiver:
         )
 
     def clear_away(self) -> None:
-        """Free what the last `commit` has used. It takes a millisecond of which nothing should wait: not the answer,
-        not requests that stand still."""
-        arriving, self._over = self._over, None
-        if arriving is not None:
-            arriving.forget()
+        """Tell the sender of the last `commit` that nothing more is needed of it, and free what that has used. It takes
+        a millisecond of which nothing should wait: not the answer, not requests that stand still."""
+        way, self._over = self._over, None
+        if way is not None and not way.local:
+            self._is_here(way)
+        if way is not None and way.arriving is not None:
+            way.arriving.forget()
 
     # --- what others may have of it ----------------------------------------------------------------------------------
 
@@ -197,15 +197,16 @@ class Receiver:
 
         No effect on a CPU, which always does that.
         """
-        self._over = None
+        self.clear_away()
         self.state.stage(policy)
 
     def forget(self, *, held: bool) -> None:
         """Free all buffers. held: forget which version the parameters hold too, because something else writes them."""
         self._end_under_way()
+        self.clear_away()
         self.state.lines.withdraw("its holder gives the memory up")
         self.state.overwritten()
-        self._pending = self._over = None
+        self._pending = None
         self.state.drop_buffers()
         self._held = None if held else self._held
         for memory in self.state.memory.values():

@@ -214,6 +214,7 @@ def main(pipe: Connection, told: dict[str, Any]) -> None:
             answer = dataclasses.asdict(mine.prepare(TransferOrder.from_dict(question["prepare"])))
         elif "commit" in question:
             answer = dataclasses.asdict(mine.commit(question["commit"], model))
+            mine.clear_away()
         elif "digests" in question:
             answer = model.digests()
         elif "address" in question:

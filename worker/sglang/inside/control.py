@@ -91,9 +91,10 @@ class ControlServer:
         with connection, nonsense, connection.makefile("rwb") as stream:
             while line := stream.readline(LINE_LIMIT):
                 with short_turns():
-                    if not self._answer(json.loads(line), _Asked(stream)):
-                        return
+                    answered = self._answer(json.loads(line), _Asked(stream))
                     self.receiver.clear_away()
+                if not answered:
+                    return
 
     def _answer(self, question: dict[str, Any], asked: _Asked) -> bool:
         """Answer one question. Returns whether there was an answer in time."""
