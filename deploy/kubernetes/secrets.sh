@@ -60,5 +60,5 @@ sentinel sentinel-pass $peers
 user default off
 user peer on >$peers allchannels +@all
 user asks on >$asks resetchannels +ping +sentinel|masters
-user probe on >probe resetchannels +ping +sentinel|get-master-addr-by-name
+user probe on >probe resetchannels +ping +sentinel|get-master-addr-by-name +sentinel|master
 END

@@ -74,7 +74,7 @@ if __name__ == "__main__":
 
     args = GRPOConfig(
         "out/one_gpu", max_steps=STEPS, per_device_train_batch_size=64, num_generations=8,
-        max_completion_length=16 if TAUGHT else 512, learning_rate=1e-3 if TAUGHT else 1e-6,
+        max_completion_length=16 if TAUGHT else 512, learning_rate=5e-4 if TAUGHT else 1e-6,
         vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0,
         logging_steps=1, save_strategy="no", report_to=[], bf16=GPU, use_cpu=not GPU, disable_tqdm=True,
     )  # fmt: skip

@@ -11,9 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -131,7 +133,11 @@ class Pods:
                 self.start(pod)
             soon(lambda: self.roles() == ["master", "slave", "slave"], 60, "a primary with two replicas")
             for pod in SENTINELS:
-                soon(lambda pod=pod: self._knows(pod) == (2, 2), 60, f"{pod} to know the others")
+                soon(
+                    lambda pod=pod: (it := self.known(pod))["num-slaves"] == it["num-other-sentinels"] == 2,
+                    60,
+                    f"{pod} to know the others",
+                )
             yield
         finally:
             for process in self._processes.values():
@@ -145,13 +151,14 @@ class Pods:
         )
         return redis.Redis("localhost", self._ports[pod], username=user, password=password, retry=None, **options)
 
-    def _knows(self, pod: str) -> tuple[int, int]:
+    def known(self, pod: str) -> Any:
+        """The primary, as this sentinel knows it."""
         (password,) = re.findall(
             r"^user peer on >(\w+)", self._files["/etc/redis/secret"]["sentinel.conf"], re.MULTILINE
         )
         with self.client(pod, "peer", password) as asked:
             (main,) = asked.sentinel_masters().values()
-        return main["num-slaves"], main["num-other-sentinels"]
+        return main
 
     def secret(self, file: str, before: str) -> str:
         """What stands behind `before` in a file of the Secret redis-server."""
@@ -262,16 +269,22 @@ async def test_a_trainer_goes_on_when_its_primary_is_killed(
             submitting = asyncio.create_task(trainer.submit(60))
             done, _ = await asyncio.wait({submitting}, timeout=2 if waits else 30)
             assert bool(done) is not waits  # without a replica's word nothing is accepted
+            killed = time.monotonic()
             pods.kill(first)
             pods.cut(behind, pods.secret("replica.conf", "masterauth "))
             await asyncio.to_thread(soon, lambda: pods.primary() in behind, FAILOVER_S, "a replica's promotion")
+            promoted, done_before = time.monotonic(), len(trainer.results)
             pods.start(first)
+            await asyncio.to_thread(soon, lambda: len(trainer.results) > done_before, FAILOVER_S, "a result")
+            goes_on = time.monotonic()
             await submitting
             await asyncio.wait_for(taking, 120)
             await asyncio.to_thread(
                 soon, lambda: pods.roles() == ["master", "slave", "slave"], FAILOVER_S, "the old primary as a replica"
             )
             assert pods.primary() in behind
+        took = f"{promoted - killed:.1f} s to the promotion, {goes_on - killed:.1f} s to the next result"
+        print(f"tls {tls}, min_replicas {int(waits)}: {len(trainer.lost)} of {len(trainer.accepted)} lost, {took}")
         assert trainer.trained == set(range(prompts))
         assert trainer.results.keys() | trainer.lost.keys() == trainer.accepted
         assert not trainer.results.keys() & trainer.lost.keys()
@@ -281,3 +294,23 @@ async def test_a_trainer_goes_on_when_its_primary_is_killed(
         else:
             assert trainer.lost
             assert all("lost" in cause for cause in trainer.lost.values())
+
+
+@pytest.mark.slow
+def test_a_primary_that_was_missed_starts_where_nobody_can_be_promoted(manifests: Manifests, tmp_path: Path) -> None:
+    binary = with_tls()
+    if binary is None:
+        pytest.skip("no redis-server here can do TLS")
+    pods = Pods(manifests, tmp_path, binary, tls=True)
+    with pods.running():
+        first = pods.primary()
+        for pod in SERVERS:
+            pods.kill(pod)
+        for pod in SENTINELS:
+            soon(lambda pod=pod: pods.known(pod)["is_sdown"], FAILOVER_S, f"{pod} to miss the primary")
+        pods.start(first)
+        soon(lambda: pods.primary() == first, FAILOVER_S, "the primary")
+        for pod in SERVERS:
+            if pod != first:
+                pods.start(pod)
+        soon(lambda: pods.roles() == ["master", "slave", "slave"], FAILOVER_S, "its replicas")
