@@ -22,19 +22,19 @@ told() {
   asked get-master-addr-by-name | grep -E '^[^ ]+ [0-9]+$' | sort | uniq -d
 }
 
-# Whether another one may be promoted now: this server was away for long enough to be missed. Without a failover for ten
-# looks there is none to promote.
-replaced() {
-  case $(asked master) in
-  *failover_in_progress*) looks=0 ;;
-  *s_down*) looks=$((looks + 1)) ;;
-  *) return 1 ;;
+# Whether this server may be the primary, as which it is known: not in the midst of a failover. One that is missed looks
+# twice, as a failover may be about to begin; the others wait for it meanwhile, so no longer.
+may_lead() {
+  answers=$(asked master)
+  [ "$(echo "$answers" | grep -c .)" -ge 2 ] || return 1
+  case $answers in
+  *failover_in_progress*) looks=0 && return 1 ;;
+  *s_down*) looks=$((looks + 1)) && [ "$looks" -ge 2 ] ;;
   esac
-  [ "$looks" -lt 10 ]
 }
 
 looks=0
-while primary=$(told) && { [ -z "$primary" ] || { [ "$primary" = "$me" ] && replaced; }; }; do
+until primary=$(told) && [ -n "$primary" ] && { [ "$primary" != "$me" ] || may_lead; }; do
   echo "$me waits: the sentinels name ${primary:-no primary}${primary:+, and may replace it}" >&2
   sleep 1
 done

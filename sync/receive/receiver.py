@@ -19,6 +19,7 @@ from ..plan import CopyPlan
 from ..tensors import short_turns
 from ..transfer import TransferOrder, TransferReport
 from ..wire import Brief, Offer, begin
+from .arriving import Arriving
 from .lend import held_offer
 from .loading import Model
 from .state import RankState, import_early, warm_up
@@ -51,7 +52,7 @@ class Receiver:
         self._pending: Way | None = None  # prepared
         self._under_way: Way | None = None  # to be ended before the next one, if nobody commits it
         self._lock = threading.Lock()
-        self._over: Way | None = None  # committed, until it is cleared away
+        self._over: tuple[TransferOrder, str, Arriving | None] | None = None  # committed, until it is cleared away
         self._held: tuple[Brief, CopyPlan | None] | None = None
         self._lent = False
 
@@ -82,7 +83,7 @@ class Receiver:
                         way.phase = "verify"
                         way.verify()
                 if way.local:
-                    self._is_here(way)
+                    self._is_here(order, way.who)
                 if self._imports is not None:
                     self._imports.result()
             except Exception as error:  # whatever torch raises belongs into the report
@@ -138,7 +139,7 @@ class Receiver:
         if verify:
             self._held = way.told, state.last_plan
             self._offer_held(way)
-        self._over = way
+        self._over = way.order, "" if way.local else way.who, way.arriving
         return way.report(
             "done",
             receive_s=way.receive_s if way.staged else seconds,
@@ -149,11 +150,12 @@ class Receiver:
     def clear_away(self) -> None:
         """Tell the sender of the last `commit` that nothing more is needed of it, and free what that has used. It takes
         a millisecond of which nothing should wait: not the answer, not requests that stand still."""
-        way, self._over = self._over, None
-        if way is not None and not way.local:
-            self._is_here(way)
-        if way is not None and way.arriving is not None:
-            way.arriving.forget()
+        over, self._over = self._over, None
+        if over is not None:
+            order, who, arriving = over
+            self._is_here(order, who)
+            if arriving is not None:
+                arriving.forget()
 
     # --- what others may have of it ----------------------------------------------------------------------------------
 
@@ -176,11 +178,11 @@ class Receiver:
             self._lent = False
             self._lock.release()
 
-    def _is_here(self, way: Way) -> None:
+    def _is_here(self, order: TransferOrder, who: str) -> None:
         """Tell the sender that nothing more is needed of it. One that is gone needs no word."""
-        if way.who:
+        if who:
             with contextlib.suppress(TransferTimeout):
-                self.state.lines.done(way.order, way.who)
+                self.state.lines.done(order, who)
 
     def _offer(self, offer: Offer, order: TransferOrder) -> None:
         offer.arrived()

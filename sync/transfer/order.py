@@ -180,7 +180,7 @@ class TransferReport:
         return self.rendezvous_s + received + self.load_s
 
     def to_json(self) -> str:
-        return _REPORT.dump_json(self).decode()
+        return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> TransferReport:

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 SHAPES = {"embed": (4096, 2048), "norm": (2049,), "empty": (0,), "head": (2048, 4096), "bias": (3,)}
 LARGE, SMALL = 1 << 24, 1 << 10
-"""A buffer that both matrices overfill together, and one that each overfills."""
+"""Bytes of a matrix, so that the tensor behind it overfills the buffer; and so few that each matrix overfills one."""
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:

@@ -214,7 +214,6 @@ def main(pipe: Connection, told: dict[str, Any]) -> None:
             answer = dataclasses.asdict(mine.prepare(TransferOrder.from_dict(question["prepare"])))
         elif "commit" in question:
             answer = dataclasses.asdict(mine.commit(question["commit"], model))
-            mine.clear_away()
         elif "digests" in question:
             answer = model.digests()
         elif "address" in question:
@@ -226,3 +225,4 @@ def main(pipe: Connection, told: dict[str, Any]) -> None:
         elif "fault" in question:
             fault.set(**question["fault"])
         pipe.send(answer)
+        mine.clear_away()

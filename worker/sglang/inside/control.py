@@ -91,10 +91,11 @@ class ControlServer:
         with connection, nonsense, connection.makefile("rwb") as stream:
             while line := stream.readline(LINE_LIMIT):
                 with short_turns():
-                    answered = self._answer(json.loads(line), _Asked(stream))
-                    self.receiver.clear_away()
-                if not answered:
-                    return
+                    try:
+                        if not self._answer(json.loads(line), _Asked(stream)):
+                            return
+                    finally:
+                        self.receiver.clear_away()
 
     def _answer(self, question: dict[str, Any], asked: _Asked) -> bool:
         """Answer one question. Returns whether there was an answer in time."""
