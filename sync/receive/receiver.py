@@ -67,7 +67,6 @@ class Receiver:
         state.lines.newest = order
         with self._lock, state.on_device(), short_turns():
             self._end_under_way()
-            self.clear_away()
             state.lines.withdraw("its holder takes a newer version")
             try:
                 warm_up(self.device)
