@@ -23,7 +23,7 @@ told() {
 }
 
 # Whether this server may be the primary, as which it is known: not in the midst of a failover. One that is missed looks
-# twice, as a failover may be about to begin; the others wait for it meanwhile, so no longer.
+# twice, as a failover may be about to begin. No longer: a replica that has just started, with less, may be promoted.
 may_lead() {
   answers=$(asked master)
   [ "$(echo "$answers" | grep -c .)" -ge 2 ] || return 1
