@@ -49,6 +49,7 @@ class Outgoing:
     """One version on its way, of the weights or of a LoRA adapter.
 
     ranks: those that take it, "worker/rank" -> the line of that process. done: those that have all bytes, verified.
+    by_ipc: those that got handles of its buckets. Who comes again without it takes it bucket by bucket.
     committed: whether a worker serves it.
     """
 
@@ -103,7 +104,6 @@ class Hub:
         self._lines: dict[Talk, Line] = {}
         self._withdrawn: dict[str, str] = {}  # token -> why, of the last ones
         self._gone: dict[str, tuple[str, float]] = {}
-        self._not_by_ipc: set[str] = set()
         self._cells = Cells(host, self.lost, self.probe, cpu=cpu_cells)
         self._shelf = Shelf(host, port, self._serve)
         self.address = self._shelf.address
@@ -201,15 +201,14 @@ class Hub:
             line.worker = worker
             self._gone.pop(worker, None)
             name = f"{worker}/{number}"
-            if worker in outgoing.by_ipc and name in outgoing.ranks:  # it comes again: that failed
-                self._not_by_ipc.add(worker)
+            failed = name in outgoing.by_ipc - outgoing.done  # it comes again, not as an engine that has restarted
             outgoing.ranks[name] = line
             outgoing.done.discard(name)
             outgoing.sources.join(name, str(told.get("address", ""))[:300])
             answer: Map = {"who": name, "brief": outgoing.brief}
             here = gpu_id(snapshot.device) if direct else ""
-            if here and gpu == here and worker not in self._not_by_ipc:
-                outgoing.by_ipc.add(worker)
+            if here and gpu == here and not failed:
+                outgoing.by_ipc.add(name)
                 outgoing.handles = outgoing.handles or export_handles(snapshot.buckets)
                 return answer | {"way": "ipc", "handles": outgoing.handles}
         if direct and self._cells.suits(snapshot, told):

@@ -1,4 +1,6 @@
-"""Updates over NCCL while receivers are killed, stopped and broken at random. Also a script, which prints the figures:
+"""Updates, over NCCL or on one GPU by CUDA IPC, while receivers are killed, stopped and broken at random.
+
+Also a script, which prints the figures:
 
 python tests/gpu/test_gpu_soak.py --updates 200 [--receivers 3] [--seed 5] [--device cpu]
 """
@@ -18,9 +20,9 @@ import torch
 from support.peers.soak import soak
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_two_hundred_updates_with_random_kills() -> None:
-    found = soak(200, 2 if torch.cuda.device_count() == 2 else 3, "cuda")
+    found = soak(200, 3 if torch.cuda.device_count() > 2 else 2, "cuda")
     print(json.dumps(found))
     assert (found["wrong"], found["hangs"]) == (0, 0)
     assert min(found["kills"], found["stops"], found["flips"], found["torn_sends"]) > 0
@@ -33,7 +35,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--seed", type=int, default=5)
     told = parser.parse_args()
-    receivers = told.receivers or (3 if told.device == "cpu" else torch.cuda.device_count() - 1)
+    receivers = told.receivers or (3 if told.device == "cpu" else max(1, torch.cuda.device_count() - 1))
     found = soak(told.updates, receivers, told.device, told.seed)
     print(json.dumps(found))
     return int(bool(found["wrong"] or found["hangs"]))

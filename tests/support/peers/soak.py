@@ -54,7 +54,8 @@ class Soak:
         self.line = Line(self.peers, timeout_s=self.timeout_s)
 
     def _start(self, place: int) -> Peer:
-        device = f"cuda:{1 + place % (torch.cuda.device_count() - 1)}" if self.gpu else "cpu"
+        others = torch.cuda.device_count() - 1 if self.gpu else 0  # none: on the sender's, which hands its buckets over
+        device = f"cuda:{1 + place % others if others else 0}" if self.gpu else "cpu"
         staging = self.places.choice(("on", "off"))
         self.seen[f"staging_{staging}"] += 1
         return Peer(device, staging=staging, shapes=self.shapes)
@@ -91,6 +92,8 @@ class Soak:
     def _break_one(self) -> None:
         (how,) = self.dice.choices(list(FAULTS), WEIGHTS)
         victim, at = self.dice.choice(self.peers), self.dice.choice(FAULTS[how])
+        if how == "flip" and self.peers[0].device == self.source:  # what has arrived is the sender's own memory there
+            at = "readback"
         if at == "rendezvous":
             for peer in self.peers:
                 peer.ask(leave=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgpack
 import pytest
 import torch
+from support.peers.peers import line, version
 
 from rolloutmq.messages.errors import MalformedMessage
+from rolloutmq.sync.publish import hub
+from rolloutmq.sync.transfer import TransferOrder
 from rolloutmq.sync.wire.ipc import export_handles, open_handles
+from rolloutmq.sync.wire.lines import Lines
 
 CPU = torch.device("cpu")
 SHARED = [0, b"handle", 64, 0, b"counter", 0, b"event", True]
@@ -65,3 +70,22 @@ def test_torch_counts_no_receiver_of_what_is_exported(monkeypatch: pytest.Monkey
     raw = export_handles([torch.zeros(64, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)])
     assert counts == [(b"counter", 0)] * 2
     assert b"counter" not in raw
+
+
+def test_only_the_version_whose_handover_failed_is_taken_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is handed over again, and so is one that a restarted engine had: pulling is twenty times slower."""
+    monkeypatch.setattr(hub, "gpu_id", lambda device: "a GPU")
+    monkeypatch.setattr(hub, "export_handles", lambda buckets: b"handles")
+    lines = Lines(CPU, 0, 1)
+    with line() as made:
+
+        def join(order: TransferOrder) -> str:
+            lines.newest = order
+            return str(lines.join(order, time.monotonic() + 20.0, cuda=True, gpu="a GPU", nccl="")["way"])
+
+        first, second = (made.begin(version(number), ["worker"]).orders[0] for number in (1, 2))
+        assert [join(first), join(first), join(first)] == ["ipc", "pull", "pull"]
+        assert join(second) == "ipc"
+        lines.done(second, "worker/0")
+        assert [join(second), join(second)] == ["ipc", "pull"]
+        lines.leave()
