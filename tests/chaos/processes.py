@@ -76,7 +76,7 @@ class Spoken:
     async def ended(self, timeout: float) -> int:
         """Its exit code, once it has ended."""
         async with asyncio.timeout(timeout):
-            await self._listening
+            await asyncio.shield(self._listening)  # whoever waits no longer does not end it
             return await self.process.wait()
 
 
