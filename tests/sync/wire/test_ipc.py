@@ -73,7 +73,7 @@ def test_torch_counts_no_receiver_of_what_is_exported(monkeypatch: pytest.Monkey
 
 
 def test_only_the_version_whose_handover_failed_is_taken_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one is handed over again, and so is one that a restarted engine had: pulling is twenty times slower."""
+    """The next one is handed over again, and so is one that a restarted engine had: pulling was seven times slower."""
     monkeypatch.setattr(hub, "gpu_id", lambda device: "a GPU")
     monkeypatch.setattr(hub, "export_handles", lambda buckets: b"handles")
     lines = Lines(CPU, 0, 1)
