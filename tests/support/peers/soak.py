@@ -44,6 +44,7 @@ class Soak:
         self.source = "cuda:0" if self.gpu else "cpu"
         self.shapes, self.bucket_bytes = (LARGE, 16 << 20) if self.gpu else (SHAPES, 512)
         self.timeout_s = 5.0 if self.gpu else 1.5
+        self.others = torch.cuda.device_count() - 1 if self.gpu else 0
         self.seen: Counter[str] = Counter()
         self.seconds: list[float] = []
         self.regroups: list[float] = []
@@ -54,8 +55,8 @@ class Soak:
         self.line = Line(self.peers, timeout_s=self.timeout_s)
 
     def _start(self, place: int) -> Peer:
-        others = torch.cuda.device_count() - 1 if self.gpu else 0  # none: on the sender's, which hands its buckets over
-        device = f"cuda:{1 + place % others if others else 0}" if self.gpu else "cpu"
+        # Without other GPUs they are on the sender's, which hands its buckets over.
+        device = f"cuda:{1 + place % self.others if self.others else 0}" if self.gpu else "cpu"
         staging = self.places.choice(("on", "off"))
         self.seen[f"staging_{staging}"] += 1
         return Peer(device, staging=staging, shapes=self.shapes)
@@ -92,7 +93,7 @@ class Soak:
     def _break_one(self) -> None:
         (how,) = self.dice.choices(list(FAULTS), WEIGHTS)
         victim, at = self.dice.choice(self.peers), self.dice.choice(FAULTS[how])
-        if how == "flip" and self.peers[0].device == self.source:  # what has arrived is the sender's own memory there
+        if how == "flip" and self.gpu and not self.others:  # what has arrived is the sender's own memory there
             at = "readback"
         if at == "rendezvous":
             for peer in self.peers:
