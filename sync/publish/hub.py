@@ -201,7 +201,7 @@ class Hub:
             line.worker = worker
             self._gone.pop(worker, None)
             name = f"{worker}/{number}"
-            failed = name in outgoing.by_ipc - outgoing.done  # it comes again, not as an engine that has restarted
+            failed = name in outgoing.by_ipc - outgoing.done  # it comes again, without having had it
             outgoing.ranks[name] = line
             outgoing.done.discard(name)
             outgoing.sources.join(name, str(told.get("address", ""))[:300])
