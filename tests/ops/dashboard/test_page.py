@@ -143,12 +143,12 @@ def test_lanes_are_filtered(serve: Serve, visit: Visit) -> None:
     told = page.locator("#workers-told")
     assert told.inner_text() == "16 lanes · last 15 min"
     page.locator("#workers-filter").fill("gpu-01 v46")
-    assert told.inner_text() == "1 lanes, 15 filtered out · last 15 min"
+    until(lambda: told.inner_text() == "1 lanes, 15 filtered out · last 15 min")
     page.locator("#workers-filter").fill("")
     page.get_by_label("only with trouble").check()
-    assert told.inner_text() == "4 lanes, 12 filtered out · last 15 min"
+    until(lambda: told.inner_text() == "4 lanes, 12 filtered out · last 15 min")
     page.locator("#workers-all summary").click()
-    assert texts(page, "#workers-rows tr:first-child > *")[:3] == ["gpu-01-3", "dead (dead)", "48"]
+    until(lambda: texts(page, "#workers-rows tr:first-child > *")[:3] == ["gpu-01-3", "dead (dead)", "48"])
 
 
 def test_a_thousand_lanes_are_scrolled(serve: Serve, visit: Visit) -> None:
