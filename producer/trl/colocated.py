@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from redis.exceptions import RedisError
 
-from ...messages.errors import InvalidField, RedisUnavailable, RolloutMQError
+from ...messages.errors import InvalidField, RedisUnavailable, RolloutMQError, WaitTimeout
 from ...messages.model import MEMORY_TAGS, MemoryTag
 from ..blocking import BlockingPoolControl
 from ..control import Answers, CommandFailed
@@ -68,16 +68,19 @@ class Colocated:
             self._asleep = bool(tags)
 
     def close(self) -> None:
-        """Let go of the trainer, and leave no worker asleep. Whatever hinders that is logged."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        trainer, self._trainer = self._trainer, None
+        """Let go of the trainer, and leave no worker asleep, nor without weights that only this trainer has. Call it
+        while they are still offered. Whatever hinders that is logged."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        trainer, self._trainer, deadline = self._trainer, None, time.monotonic() + COMMAND_S
         if trainer is not None and self._asleep and trainer.accelerator.is_main_process:
             try:
-                self._until_all("wake", ())
+                while stale := [name for name, it in self._until_all("wake", ()).results.items() if it["stale"]]:
+                    if time.monotonic() > deadline:
+                        raise WaitTimeout(f"no weights have come to {', '.join(stale)}")
+                    time.sleep(AGAIN_S)
             except (RolloutMQError, RedisError, OSError) as error:
-                log.warning("workers may still be asleep (`rolloutmq control wake`): %s", error)
+                log.warning("workers may still be asleep, or without weights (`rolloutmq doctor`): %s", error)
         self._asleep = True
 
     # --- inside -----------------------------------------------------------------------------------------------------
@@ -92,13 +95,11 @@ class Colocated:
             self._trainer._metrics["train"][f"rollout/{name}_s"].append(time.monotonic() - began)
         ranks.wait_for_everyone()
 
-    def _until_all(self, action: str, tags: Sequence[MemoryTag]) -> None:
-        assert self._control is not None
+    def _until_all(self, action: str, tags: Sequence[MemoryTag]) -> Answers:
         deadline = time.monotonic() + COMMAND_S
         while True:
-            left = max(1.0, deadline - time.monotonic())
             try:
-                answers: Answers = getattr(self._control, action)(tags, timeout=left)
+                answers: Answers = getattr(self._control, action)(tags, timeout=max(1.0, deadline - time.monotonic()))
             except RedisUnavailable:
                 if time.monotonic() > deadline:
                     raise
@@ -106,7 +107,7 @@ class Colocated:
                 if not answers.failed:
                     if not answers:
                         log.warning("%s: no worker is alive in this pool", action)
-                    return
+                    return answers
                 if time.monotonic() > deadline or any(one.kind in REFUSED for one in answers.failed):
                     raise CommandFailed(answers)
                 log.warning("%s, and again", answers.told())

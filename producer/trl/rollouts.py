@@ -37,7 +37,8 @@ class PoolRollouts:
     with seeds of its own, on deterministic workers. A trainer that is killed has to save a checkpoint after each step.
 
     colocated: memory of a GPU that trainer and workers share: all workers of the pool give it up while the trainer's
-    models compute ("kv_cache", "cuda_graph", "weights"; docs/recipes.md). `close` wakes them.
+    models compute ("kv_cache", "cuda_graph", "weights"; docs/recipes.md). `close` wakes them and waits until
+    they have weights.
 
     The other arguments are those of PoolWeightTransfer. A call raises InvalidField for prompts with images, JobFailed
     for a completion that no worker can generate, and what PoolWeightTransfer raises. With `colocated` it raises

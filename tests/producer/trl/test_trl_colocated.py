@@ -7,6 +7,7 @@ a stand-in for its memory saver, which spoils what sleeps: tests/gpu/test_gpu_sl
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +24,7 @@ from support.specimens.messages import job
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker
 from rolloutmq.messages.errors import InvalidField
+from rolloutmq.producer.blocking import BlockingPoolControl
 from rolloutmq.producer.control import CommandFailed, PoolControl
 from rolloutmq.producer.diagnosis import read_pool, reasons
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -80,6 +82,34 @@ async def test_workers_sleep_whenever_the_model_computes_and_never_else(
     assert asleep == [set(tags)] * len(asleep)
     for name in ("sleep_s", "wake_weights_s", "wake_s"):
         assert logged(trainer, f"rollout/{name}"), name
+
+
+async def test_close_waits_for_the_weights_that_sleep_has_cost(
+    tiny: Path, redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has them when the trainer is gone. The engine takes them only when it has been asked once more."""
+    again, trained, wake, asks = asyncio.Event(), asyncio.Event(), BlockingPoolControl.wake, itertools.count()
+
+    def asked(*given: Any, **options: Any) -> Any:
+        if next(asks):
+            loop.call_soon_threadsafe(again.set)
+        return wake(*given, **options)
+
+    async def slow(order: Any) -> Any:
+        if trained.is_set():
+            await again.wait()
+        return await commit(order)
+
+    loop = asyncio.get_running_loop()
+    async with echoing(redis_db) as one:
+        commit = one.engine.commit_weights
+        monkeypatch.setattr(one.engine, "commit_weights", slow)
+        trainer, rollouts = made.grpo_trainer(tiny, tmp_path, redis_db, colocated=ALL)
+        await asyncio.to_thread(trainer.train)
+        trained.set()
+        monkeypatch.setattr(BlockingPoolControl, "wake", asked)
+        await asyncio.to_thread(rollouts.close)
+        assert one.generation.version == rollouts.weights.version
 
 
 async def test_no_rank_computes_before_the_last_one_has_generated(tiny: Path, redis_db: str, tmp_path: Path) -> None:
