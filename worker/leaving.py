@@ -96,11 +96,11 @@ class Leaving:
                 if still := await lease.leave():
                     log.warning("%d jobs stay here until the lease runs out", still)
         except (RedisError, OSError, TimeoutError) as error:
-            log.warning("left without a word, the lease will run out: %s", error or "out of time")
+            log.warning("left without a word, the lease will run out: %s", str(error) or "out of time")
 
     async def _interrupt(self) -> None:
         try:
             async with self.by.limit(1 / 2):
                 await self._generation.in_flight.interrupt(self.by.left() / 2)
         except Exception as error:  # whatever it is, what the engine has is handed back
-            log.warning("what runs could not be interrupted: %s", error or "out of time")
+            log.warning("what runs could not be interrupted: %s", str(error) or "out of time")

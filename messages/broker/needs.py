@@ -66,7 +66,8 @@ async def read_waiting(redis: Any, keys: Keys) -> list[Waiting]:
         jobs = sum(counts[number * len(PRIORITIES) : (number + 1) * len(PRIORITIES)])
         if jobs:
             wanted = tuple(names.split())
-            contexts = [context for context, has in there if has.issuperset(wanted)]
+            features = [name for name in wanted if not name.startswith("version=")]
+            contexts = [context for context, has in there if has.issuperset(features)]
             longest = max(contexts, default=0)
             too_long = await _too_long(redis, keys, slots[names], longest) if contexts else 0
             found.append(Waiting(wanted, jobs, bool(contexts), longest, too_long))

@@ -80,7 +80,7 @@ class ShardedLease(Lease):
                 async with asyncio.timeout(CLAIM_S):
                     claims = await part.claim(max_jobs, max_samples, version, adapters, self._carried(part))
             except (LeaseLost, RedisError, OSError) as error:  # TimeoutError is an OSError
-                log.warning("nothing is claimed from shard %d for now: %s", part.keys.shard, error or "it is silent")
+                log.warning("shard %d gives nothing for now: %s", part.keys.shard, str(error) or "it is silent")
                 part.in_doubt = True
             else:
                 self.again_s = min(filter(None, (self.again_s, part.again_s)), default=0.0)
@@ -141,6 +141,6 @@ async def tell_shards(redis: Redis, pool: str, committed: int, adapters: Mapping
             async with asyncio.timeout(TELL_S):
                 await Scripts(its, Keys(pool, shard)).run(calls.learn(committed, *adapters.items()))
         except (RedisError, OSError) as error:
-            log.warning("shard %d has not heard of version %d yet: %s", shard, committed, error or "it is silent")
+            log.warning("shard %d has not heard of version %d yet: %s", shard, committed, str(error) or "it is silent")
 
     await asyncio.gather(*(tell(shard, its) for shard, its in enumerate(getattr(redis, "shards", ())) if shard))

@@ -69,6 +69,7 @@ end
 --   at     what was witnessed, beginning with Redis' time. Leases follow it.
 --   seen   Redis' time at that moment. A step back moves it; so does a step forward that a witness contradicts.
 --   slept  what passed while nobody was there to watch, as Redis' clock told it. Deadlines follow at + slept.
+--   ticked Redis' time when it was last moved; `seen` may stay behind for good, where Redis' clock has stepped forward a little
 --   until  the last lease ends then   reaped  a heartbeat was last told to reap
 --   gap    what Redis' clock says has passed before somebody came who had not been there, though others may have been:
 --          it is slept if one of these saw it pass (they heard of `at` up to gap_at), or if none of their leases, up to
@@ -115,7 +116,8 @@ local function tick(heard, passed)
     gap, gap_at, gap_end, at, seen = gap + beat, at, whole(c[7]) or 0, at + 1, redis_now
     if at > gap_end then slept, gap = slept + gap, 0 end
   end
-  redis.call('HSET', clock_key, 'at', at, 'seen', seen, 'slept', slept, 'gap', gap, 'gap_at', gap_at, 'gap_end', gap_end)
+  redis.call('HSET', clock_key, 'at', at, 'seen', seen, 'slept', slept, 'gap', gap, 'gap_at', gap_at, 'gap_end', gap_end,
+    'ticked', redis_now)
   local since = math.max(0, math.min(redis_now - seen, 1000))
   the_clock = {leases = at, deadlines = at + slept, now = at + slept + since}
   return at, whole(c[7]) or 0, whole(c[8]) or 0

@@ -101,7 +101,7 @@ def _nobody(reading: PoolReading) -> Reason:
 
 def weights_lost(reading: PoolReading, *, stops: bool) -> Reason | None:
     """The committed version, if no worker has it and nobody can send it."""
-    alive = reading.alive
+    alive = [it for it in reading.alive if it.hold_version is None]
     if not reading.committed or reading.having:
         return None
     offers = reading.transfer or "" in reading.offered_by
@@ -115,8 +115,8 @@ def weights_lost(reading: PoolReading, *, stops: bool) -> Reason | None:
 
 
 def able(reading: PoolReading, names: Sequence[str]) -> list[WorkerStatus]:
-    """The living workers whose engines have all of these features."""
-    return [worker for worker in reading.alive if (set(names) - OWN).issubset(worker.features)]
+    """The living workers whose engines have all of these features, and the version among them."""
+    return [it for it in reading.alive if (set(names) - OWN).issubset((*it.features, f"version={it.version}"))]
 
 
 def _reason(cause: Cause, told: str, since: float, *, stops: bool) -> Reason:

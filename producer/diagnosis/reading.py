@@ -11,6 +11,7 @@ from typing import Any
 from redis.exceptions import NoPermissionError, RedisError
 
 from ...messages.broker import Broker, PoolLoad, Waiting, read_jobs, sum_of, total_of
+from ...messages.errors import RedisRefused
 from ...messages.ids import age_s
 from ...messages.model import WorkerStatus
 from ...messages.redis import ADAPTERS_FROM, ONCE_S, SLOTS_FROM, is_wrong_type, text, whole, within
@@ -65,6 +66,9 @@ class PoolReading:
     preferring: for the worker that they prefer. needs: for what
     only some engines can do.
     alone: worker -> the job on its last chance that it runs without others.
+    refuses: why Redis takes no writes, "" if it does, or a worker lives, or this user may write nothing.
+    unreached: shards with jobs where no worker has a lease, though some have one at home. tenants: those that have
+    paused at a gateway, and since when.
     refused: None if nobody was refused lately. memory, memory_limit: bytes of the fullest server; 0 if it has no limit,
     or this user may not ask.
     """
@@ -97,6 +101,9 @@ class PoolReading:
     refused: Refused | None = None
     memory: int = 0
     memory_limit: int = 0
+    refuses: str = ""
+    unreached: tuple[int, ...] = ()
+    tenants: Mapping[str, float] = field(default_factory=dict)
 
     def parts_there(self, broker: Broker) -> list[Broker]:
         """The brokers of the shards that have answered."""
@@ -155,14 +162,29 @@ async def _read_once(broker: Broker) -> PoolReading:
             away[other.keys.shard] = str(error) or f"no answer within {ONCE_S:g} s"
     reading = await _read_home(home, parts, away)
     alone = [await _alone(part, reading.workers) for part in reading.parts_there(broker)]
-    return replace(reading, alone={worker: job for one in alone for worker, job in one.items()})
+    refuses = "" if reading.alive else await _refuses(home)
+    return replace(reading, alone={worker: job for one in alone for worker, job in one.items()}, refuses=refuses)
+
+
+async def _refuses(part: Broker) -> str:
+    """Why it takes no writes. Without any no lease lasts, and the workers seem to be gone."""
+    try:
+        with within(0.0):
+            await part.redis.delete(f"{part.keys.prefix}none")  # which is never there
+    except RedisRefused as refusal:
+        return str(refusal)
+    except NoPermissionError:
+        pass
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """What one shard says."""
 
+    shard: int
     load: PoolLoad
+    leases: list[tuple[bytes, float]]
     needs: list[Waiting]
     now_ms: int
     clock_ms: int  # the pool's, as leases follow it
@@ -177,6 +199,11 @@ class _Part:
     refused: Refused | None
     memory: tuple[int, int]
 
+    @property
+    def living(self) -> bool:
+        """Whether a worker has a lease here."""
+        return any(end > self.clock_ms for _, end in self.leases)
+
 
 async def _read_part(part: Broker) -> _Part:
     redis: Any = part.redis
@@ -188,8 +215,9 @@ async def _read_part(part: Broker) -> _Part:
     spans = [(f"(-{ADAPTERS_FROM}", "(0"), (0, committed), (f"({committed}", f"({ADAPTERS_FROM}")]
     async with redis.pipeline(transaction=False) as pipe:
         pipe.time()
-        pipe.hmget(keys.clock, "at", "seen")
+        pipe.hmget(keys.clock, "at", "seen", "ticked")
         pipe.hget(keys.load, "busy")
+        pipe.zrange(keys.workers, 0, -1, withscores=True)
         for queue, later in zip(keys.queues, keys.later, strict=True):
             pipe.zcard(queue)
             pipe.zrange(queue, 0, 0)
@@ -200,17 +228,19 @@ async def _read_part(part: Broker) -> _Part:
             pipe.zrangebyscore(later, ADAPTERS_FROM, f"({SLOTS_FROM}", withscores=True, start=0, num=GROUPS)
             pipe.zrangebyscore(later, "-inf", -ADAPTERS_FROM, withscores=True, start=0, num=GROUPS)
         none = [0, [], 0, 0, 0, [], [], [], []] * len(keys.queues)
-        (seconds, micros), clock, busy, *rows = await _answers(pipe, [None, [None, None], None, *none])
+        (seconds, micros), clock, busy, leases, *rows = await _answers(pipe, [None, [None] * 3, None, [], *none])
     now_ms = seconds * 1000 + micros // 1000
     rows = [rows[i : i + 9] for i in range(0, len(rows), 9)]
-    at, seen = map(whole, clock)
+    at, *moved = map(whole, clock)
     heads = frozenset(text(row[1][0]) for row in rows if row[1])
     ages = [age for age in (age_s(job, now_ms / 1000) for job in heads) if age is not None]
     return _Part(
+        shard=keys.shard,
         load=load,
+        leases=leases,
         needs=needs,
         now_ms=now_ms,
-        clock_ms=at + max(0, now_ms - seen),
+        clock_ms=at + max(0, now_ms - max(moved)),
         ready=sum(row[0] for row in rows),
         heads=heads,
         waited_s=max(ages, default=None),
@@ -295,12 +325,12 @@ async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> 
     redis: Any = home.redis
     workers, (first, *_) = await home.workers(), parts
     async with redis.pipeline(transaction=False) as pipe:
-        pipe.zrange(home.keys.workers, 0, -1, withscores=True)
         pipe.hgetall(home.keys.weights)
         pipe.hgetall(home.keys.holders)
         pipe.hgetall(home.keys.starting)
         pipe.hgetall(home.keys.gateways)
-        leases, weights, holders, starts, gateways = await _answers(pipe, [[], {}, {}, {}, {}])
+        pipe.hgetall(home.keys.paused)
+        weights, holders, starts, gateways, paused = await _answers(pipe, [{}] * 5)
     weights = {text(name): value for name, value in weights.items()}
     committed = whole(weights.get("committed"))
     at = first.now_ms / 1000
@@ -310,8 +340,10 @@ async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> 
         at=at,
         load=sum_of([it.load for it in parts]),
         workers=tuple(workers),
-        lease_ends={text(worker): at + (end - first.clock_ms) / 1000 for worker, end in leases},
+        lease_ends={text(worker): at + (end - first.clock_ms) / 1000 for worker, end in first.leases},
         shards_away=away,
+        unreached=tuple(it.shard for it in parts if it.load.open_jobs and not it.living) if first.living else (),
+        tenants={text(name): float(whole(since)) for name, since in paused.items()},
         starting=dict(_starting(starts, first.now_ms)),
         start_s=whole(starts.get(b"")) / 1000,
         committed=committed,

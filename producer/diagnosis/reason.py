@@ -10,6 +10,7 @@ Cause = Literal[
     "redis-away",
     "shard-away",
     "redis-memory",
+    "redis-refuses",
     "pool-full",
     "client-full",
     "weights-lost",

@@ -10,6 +10,8 @@ from .reading import PoolReading
 from .reason import CAUSES, Reason
 
 MEMORY_FULL = 0.98
+PAUSE_S = 30.0
+"""An update pauses for seconds."""
 TASKS = "task:"
 """Features with such a name are tasks: to embed, to score, to reward."""
 
@@ -28,10 +30,15 @@ def _of_redis(reading: PoolReading) -> Iterator[Reason]:
     for shard, why in sorted(reading.shards_away.items()):
         told = f"shard {shard} of the pool does not answer ({why}): its jobs wait, those of other shards go on"
         yield Reason("shard-away", told, "Start its Redis again, or see what is between.")
+    for shard in reading.unreached:
+        told = f"no worker reaches shard {shard} of the pool: its jobs wait, those of other shards go on"
+        yield Reason("shard-away", told, "See what is between: the workers' logs say it.")
     if reading.memory_limit and reading.memory >= MEMORY_FULL * reading.memory_limit:
         told = f"Redis uses {_mib(reading.memory)} of {_mib(reading.memory_limit)} maxmemory, and refuses to write"
         do = "Give Redis more memory, cancel jobs, or drop results that nobody takes (`rolloutmq replies list`)."
         yield Reason("redis-memory", told, do)
+    if reading.refuses:
+        yield Reason("redis-refuses", reading.refuses.rstrip("."), "Mend that: the workers come again by themselves.")
     if (refused := reading.refused) is not None:
         load, since = reading.load, reading.at - refused.s
         if refused.why == "unread":
@@ -52,6 +59,9 @@ def _of_workers(reading: PoolReading) -> Iterator[Reason]:
     if (lost := weights_lost(reading, stops=waits)) is not None:
         yield lost
     yield from reasons_of_workers(reading, reading.alive, stops=waits)
+    if paused := {name: since for name, since in reading.tenants.items() if reading.at - since >= PAUSE_S}:
+        told = f"new requests of {', '.join(sorted(paused))} wait at the gateways: their tenant has paused"
+        yield Reason("paused", told, "Let it resume: POST /resume.", min(paused.values()), stops=False)
 
 
 def _of_jobs(reading: PoolReading) -> Iterator[Reason]:
@@ -78,6 +88,10 @@ def _of_jobs(reading: PoolReading) -> Iterator[Reason]:
             yield Reason("staleness", f"{told}: older ones are too stale", do)
         elif behind.least > newest:
             yield Reason("behind", told, "See what keeps them from it with `rolloutmq weights show`.")
+        else:
+            having = [worker for worker in reading.alive if worker.version >= behind.least]
+            group = f"{_jobs(behind.jobs)} for version {behind.least} or newer"
+            yield from reasons_of_workers(reading, having, stops=True, group=group)
     yield from _of_exact(reading)
     yield from _of_claims(reading)
 
@@ -105,8 +119,10 @@ def _of_needs(reading: PoolReading, waiting: Waiting) -> Iterator[Reason]:
     elif waiting.too_long:
         told = f"{_jobs(waiting.too_long)} for a longer context than the {waiting.context} tokens of the workers here"
         yield Reason("context", told, "Start a worker with a longer context, or shorten prompt or max_new_tokens.")
+    elif (having := able(reading, waiting.names)) or "exact_version" not in names:
+        yield from reasons_of_workers(reading, having, stops=True, group=told)
     else:
-        yield from reasons_of_workers(reading, able(reading, waiting.names), stops=True, group=told)
+        yield Reason("exact-version", f"{told}, and no worker has all of that", "Publish it, or start such a worker.")
 
 
 def _of_claims(reading: PoolReading) -> Iterator[Reason]:
@@ -117,6 +133,9 @@ def _of_claims(reading: PoolReading) -> Iterator[Reason]:
         worker, job = next(iter(reading.alone.items()))
         told = f"job {job} has lost its worker before: on its last chance it runs without others on {worker}"
         yield Reason("suspect", told, f"Wait for it, or `rolloutmq cancel {job}`; `rolloutmq job {job}` has its life.")
+    elif suspects := reading.load.suspects:
+        told = f"{_jobs(suspects)} on their last chance for a worker that can run them, without others"
+        yield Reason("suspect", told, "Start one with the features, version and adapter that they ask for, or cancel.")
     if reading.unclaimed:
         slots = sum(worker.max_running - worker.held for worker in reading.free)
         told = f"{reading.ready} jobs wait for any worker beside {slots} free slots, of {reading.free[0].worker_id}"
@@ -137,7 +156,8 @@ def _slow(reading: PoolReading) -> Iterator[Reason]:
     if samples and rate:
         work_s = (sum(load.queued) + held) * tokens / samples / rate
         told += f": about {work_s:,.0f} s of work, if samples are as before"
-    yield Reason("slow", told, "Nothing is wrong. More workers would do it sooner.", reading.oldest_at)
+    do = "Nothing is wrong. More workers would do it sooner." if held else "None runs; see one: `rolloutmq job ID`."
+    yield Reason("slow", told, do, reading.oldest_at)
 
 
 def _jobs(count: int) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,8 @@ from .keeping import checkpoint_number
 from .reproducible import Schedule
 from .staleness import Staleness
 
+log = logging.getLogger(__name__)
+SAY_S = 30.0  # after which a wait that has no end says what it waits for
 RETRY_S = 0.2  # pause before what a full pool refused is submitted again
 
 
@@ -53,8 +56,7 @@ class RolloutFeed:
     def __init__(
         self, core: ClientCore, staleness: Staleness, rules: GroupRules, version: int, *, reproducible: bool
     ) -> None:
-        self.staleness, self.rules = staleness, rules
-        self._core, self.books = core, Books(version)
+        self.staleness, self.rules, self._core, self.books = staleness, rules, core, Books(version)
         self._schedule = Schedule(staleness, rules, self.books) if reproducible else None
         # What teaches is decided in the order of the prompts then, when a batch is made.
         self._pool = Generating(core, self.books, replace(rules, teaches=None) if reproducible else rules, self._wake)
@@ -62,7 +64,7 @@ class RolloutFeed:
         self._handed: set[tuple[int, tuple[int, ...]]] = set()  # at the trainer: prompts and samples of groups
         self._waited_s, self._given = 0.0, 0  # for groups, until one is trained on; samples given since the last update
         self._changes = 0  # each task that waits compares it with what it was
-        self._begun = self._held_up = self._has_waited = False
+        self._begun = self._held_up = self._has_waited = self._said = False
         self._submitting = asyncio.Lock()
 
     # --- in --------------------------------------------------------------------------------------------------------
@@ -83,13 +85,12 @@ class RolloutFeed:
             raise InvalidField("submit", "a job", "`batches` alone in a reproducible run")
         self.staleness.check(job)
         deadline = None if timeout is None else time.monotonic() + timeout
-        await self._begin()
+        self._begun = True
+        await self._pool.begin()
         self.books.marks["held up"] += self.capacity < job.n
         while True:
-            try:
-                await self._core.until(lambda: self.capacity >= job.n, _left(deadline))
-            except WaitTimeout as late:
-                raise self._timed_out(f"no room for {job.n} samples", timeout, late.why) from None
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            await self._until(lambda: self.capacity >= job.n, left, f"no room for {job.n} samples", timeout)
             async with self._submitting:  # for one try: whoever waits for room holds up nobody
                 if self.capacity < job.n:
                     continue
@@ -148,7 +149,8 @@ class RolloutFeed:
         """See `batch`. source: what to submit meanwhile; None waits for what others submit."""
         began = time.monotonic()
         deadline = None if timeout is None else began + timeout
-        await self._begin()
+        self._begun = True
+        await self._pool.begin()
         aside = self._pool.aside
         aside.raise_new()  # by coroutines that ended while nobody waited
         self._pool.try_again()
@@ -168,13 +170,13 @@ class RolloutFeed:
                 self._pool.leave_out(self._late(source))
                 self._waited_s += time.monotonic() - began
                 return self._hand_out(found)
-            left = _left(deadline)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             pause = left if not (busy or self._pool.busy) else RETRY_S if left is None else min(left, RETRY_S)
             try:
-                await self._core.until(news, pause)
-            except WaitTimeout as late:
+                await self._until(news, pause, "nothing was ready for the trainer", timeout)
+            except WaitTimeout:
                 if pause == left:
-                    raise self._timed_out("nothing was ready for the trainer", timeout, late.why) from None
+                    raise
 
     def _news_since(self, changes: int) -> bool:
         return self._changes != changes or bool(self._pool.news())
@@ -199,8 +201,7 @@ class RolloutFeed:
         """Groups of `most` samples; fewer if no more can come; None if they have to be waited for."""
         self._drop_stale()
         chosen: list[TrainGroup] = []
-        total, full = 0, False
-        schedule = self._schedule
+        total, full, schedule = 0, False, self._schedule
         for number in sorted(self._ready) if schedule is None else schedule.in_order(self._ready, self._pool.asked):
             group = self._ready[number]
             if schedule is not None and total < most and not schedule.teaches(group):
@@ -234,17 +235,15 @@ class RolloutFeed:
             for number, prompt in self.books.prompts.items()
             if prompt.needed > mine[number] and number not in late
         ]
-        room = max(0, self.staleness.batch_size - self._given - total)
-        too_late = self.staleness.too_late(left, room)
+        too_late = self.staleness.too_late(left, max(0, self.staleness.batch_size - self._given - total))
         self.books.marks["waited"] += too_late and not self._has_waited
         self._has_waited = too_late
         return too_late
 
     def _late(self, source: Batches | None) -> set[int]:
         """Prompts that a batch does without: by the next one they are too old (`GroupRules.over_sample_rate`)."""
-        oldest = self.books.updates - self.staleness.eta
         running = () if source is None or not self.rules.over_sample_rate else self._pool.running
-        return {number for number in running if self.books.prompts[number].update <= oldest}
+        return {it for it in running if self.books.prompts[it].update <= self.books.updates - self.staleness.eta}
 
     def _drop_stale(self) -> None:
         for number, group in list(self._ready.items()):
@@ -382,19 +381,20 @@ class RolloutFeed:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _timed_out(self, what: str, timeout: float | None, why: str) -> WaitTimeout:
-        """The error of a wait that was too long, with what it waited for."""
-        told = f"{what} within {timeout:g} s: {len(self._pool.asked)} prompts are under way"
-        if self._handed:
-            told += f", {len(self._handed)} groups are at the trainer, neither trained nor dropped"
-        if self._held_up or not self.capacity:
-            told += f". {self.staleness} lets in no more before the next update: publish each one, and call advance()"
-        return WaitTimeout(told, why)
-
-    async def _begin(self) -> None:
-        self._begun = True
-        await self._pool.begin()
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+    async def _until(self, ready: Callable[[], bool], left: float | None, what: str, all_s: float | None) -> None:
+        """Raises WaitTimeout, with reasons. A wait without an end on a pool that has nothing to do logs them, once."""
+        while True:
+            try:
+                return await self._core.until(ready, SAY_S if left is None and not self._said else left)
+            except WaitTimeout as late:
+                asked, s = len(self._pool.asked), SAY_S if all_s is None else all_s
+                told = f"{what} within {s:g} s: {asked} prompts are under way"
+                if self._handed:
+                    told += f", {len(self._handed)} groups are at the trainer, neither trained nor dropped"
+                if self._held_up or not self.capacity:
+                    told += f". {self.staleness} lets in no more before an update: publish each one, call advance()"
+                if left is not None:
+                    raise WaitTimeout(told, late.why) from None
+                if not asked:
+                    self._said = True
+                    log.warning("%s", told)

@@ -56,7 +56,7 @@ class Membership:
             except LeaseLost:
                 raise
             except Exception as error:  # whatever it is, the lease is over in time
-                log.warning("no heartbeat: %s", error or "Redis does not answer")
+                log.warning("no heartbeat: %s", str(error) or "Redis does not answer")
             now = time.monotonic()
             if now >= self._until:
                 raise LeaseLost(f"no heartbeat got through for {self.lease.lease_s} s")

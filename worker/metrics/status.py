@@ -75,7 +75,7 @@ class StatusReport:
             kv_tokens=info.kv_tokens,
             context_length=info.context_length,
             features=tuple(sorted({*info.features, EXACT})),
-            max_running=self._max_running,
+            max_running=min(self._max_running, generation.slots.limit),
             running=generation.running,
             held=self._held.unpublished,
             generated_tokens=generation.generated_tokens,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 from redis.asyncio import Redis
 from support.pools.fixtures import MakeLease
+from support.pools.pool import status
 from support.specimens.messages import tokens
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker
-from rolloutmq.messages.redis import Keys
+from rolloutmq.messages.redis import Keys, PoolRedis
+from rolloutmq.ops.gateway.pauses import Pauses
 from rolloutmq.producer.diagnosis import read_pool, reasons
 
 KEYS = ("weights", "holders", "starting", "clock")
@@ -39,6 +43,22 @@ async def test_garbage_in_a_hash_hides_nothing_else(
         await db.hset(getattr(broker.keys, name), mapping=mapping)
     await db.hset(broker.keys.load, "busy", b"\xff\xff x")
     assert [it.cause for it in reasons(await read_pool(broker))] == ["paused"]
+
+
+@pytest.mark.one_shard
+async def test_a_step_of_redis_clock_ends_no_lease(broker: Broker, db: Redis, joined: MakeLease) -> None:
+    """Where it has stepped forward by less than the pool's clock corrects, `seen` stays behind for good."""
+    lease = await joined("w1")
+    await db.hincrby(broker.keys.clock, "seen", -12_000)
+    await lease.heartbeat(status("w1"))
+    assert [it.worker_id for it in (await read_pool(broker)).alive] == ["w1"]
+
+
+@pytest.mark.one_shard
+async def test_a_tenant_that_has_paused_is_seen(broker: Broker, db: Redis) -> None:
+    await Pauses(cast("PoolRedis", db), "default").set("a", True)
+    reading = await read_pool(broker)
+    assert reading.tenants["a"] == pytest.approx(reading.at, abs=5)
 
 
 @pytest.mark.one_shard

@@ -33,6 +33,7 @@ BEHIND = {"state": "syncing", "blocks": ("unavailable",), "why": "nobody offers 
 STANDSTILLS: dict[str, PoolReading] = {
     "shard-away": reading(status("w1"), shards_away={1: "refused"}),
     "redis-memory": reading(status("w1"), memory=99 << 20, memory_limit=100 << 20),
+    "redis-refuses": reading(silent=("w1",), refuses="Redis takes no writes: MISCONF."),
     "pool-full": reading(status("w1"), refused=Refused("jobs", "c", 1.0)),
     "client-full": reading(status("w1"), refused=Refused("unread", "c", 1.0)),
     "weights-lost": reading(status("w1", **BEHIND), committed=7, offered_by=frozenset({""})),
@@ -120,6 +121,26 @@ def test_a_worker_that_loads_its_engine_is_no_worker_yet() -> None:
     assert reason.told(NOW).startswith(
         "starting: h-7 loads its engine, and is not in the pool yet; the last start took 45 s, for 20 s."
     )
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ({"load": {"suspects": 2}}, "suspect: 2 jobs wait on their last chance for a worker"),
+        ({"unreached": (1,)}, "shard-away: no worker reaches shard 1 of the pool"),
+        ({"needs": (Waiting(("exact_version", "generate", "seed", "version=4"), 2, True),)}, "exact-version: 2 jobs"),
+        ({"ready": 0}, "slow: 1 jobs wait behind 0 samples in 1 slots, at 0 tokens/s. None runs; see one"),
+        ({"jobs": 0, "tenants": {"a": NOW - 99, "b": NOW - 1}}, "paused: new requests of a wait at the gateways"),
+    ],
+)
+def test_what_waits_beside_a_worker_that_serves(known: dict[str, Any], told: str) -> None:
+    (reason,) = reasons(reading(status("w1", version=3, features=("exact_version", "seed")), **known))
+    assert reason.told(NOW).startswith(told)
+
+
+def test_a_worker_that_keeps_its_version_does_not_hide_that_the_pools_is_lost() -> None:
+    found = reasons(reading(status("w1", **BEHIND), status("w2", hold_version=3, version=3), committed=7, jobs=0))
+    assert [it.cause for it in found] == ["weights-lost"]
 
 
 def test_slow_work_is_measured() -> None:

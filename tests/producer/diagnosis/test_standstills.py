@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from support.pools.pool import eventually, worker
-from support.pools.standstills import LEASE_S, LONG, TABLE, Make, Scene, paused, slow
+from support.pools.standstills import LEASE_S, LONG, TABLE, Able, Make, Scene, paused, slow
 from support.specimens.messages import job, tokens
 from typer.testing import CliRunner
 
@@ -28,6 +28,7 @@ from rolloutmq.ops.doctor.redis_server import redis_findings
 from rolloutmq.ops.metrics.exporter import Exporter
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.status import pool_state
+from rolloutmq.producer.control import PoolControl
 from rolloutmq.producer.diagnosis import CAUSES, read_pool, reasons, waits
 
 pytestmark = pytest.mark.one_shard
@@ -40,6 +41,48 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "FIRST_S", 0.2)
     monkeypatch.setattr(waits, "FRESH_S", 0.2)
     monkeypatch.setattr(waits, "_pools", {})
+
+
+async def redis_refuses(scene: Scene) -> None:
+    await scene.worker(lease_s=0.5)
+    await scene.submit(tokens(sampling=LONG))
+    await scene.db.config_set("min-replicas-to-write", "1")
+    scene.stack.push_async_callback(scene.db.config_set, "min-replicas-to-write", "0")
+
+    async def nobody() -> bool:
+        return not (await read_pool(scene.broker)).alive
+
+    await eventually(nobody)
+
+
+async def paused_beside_an_older_one(scene: Scene) -> None:
+    """Only the one that is paused has what the job asks for."""
+    await scene.worker(hold_version=0)
+    await scene.commit(3)
+    able = await scene.worker()
+    able.generation.state.has(3)
+    async with PoolControl(scene.url) as control:
+        (await control.pause(worker_id=able.id)).check()
+    await scene.submit(tokens(min_version=3))
+    await scene.aside()
+
+
+async def the_version_without_the_feature(scene: Scene) -> None:
+    """One worker has the feature and is paused, the other one has only the version."""
+    able = await scene.worker(Able("seed"))
+    await scene.worker(Able())
+    async with PoolControl(scene.url) as control:
+        (await control.pause(worker_id=able.id)).check()
+    await scene.submit(tokens(exact_version=0, seed=1))
+    await scene.aside()
+
+
+MADE: list[tuple[str, Make]] = [
+    *TABLE,
+    ("redis-refuses", redis_refuses),
+    ("paused", paused_beside_an_older_one),
+    ("paused", the_version_without_the_feature),
+]
 
 
 @asynccontextmanager
@@ -80,7 +123,7 @@ async def named_everywhere(url: str, waiting: Any, cause: str) -> None:
         await asyncio.gather(*(eventually(each, WITHIN_S, each.__name__) for each in shown))
 
 
-@pytest.mark.parametrize(("cause", "make"), TABLE, ids=[make.__name__ for _, make in TABLE])
+@pytest.mark.parametrize(("cause", "make"), MADE, ids=[make.__name__ for _, make in MADE])
 async def test_a_standstill_is_named_everywhere(cause: str, make: Make, redis_db: str, db: Redis) -> None:
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(RolloutClient(redis_db, client_id="client"))
@@ -102,7 +145,7 @@ async def test_a_shard_that_is_away_is_named_everywhere(redis_db: str, redis_ser
 
 
 def test_the_table_has_all_causes() -> None:
-    assert {cause for cause, _ in TABLE} | {"redis-away", "shard-away"} == set(CAUSES)
+    assert {cause for cause, _ in MADE} | {"redis-away", "shard-away"} == set(CAUSES)
 
 
 @pytest.mark.parametrize("command", [("status",), ("top", "--once"), ("scale", "--explain"), ("doctor",)], ids=" ".join)

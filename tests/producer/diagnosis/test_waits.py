@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from support.pools.feeds import prompts
 from support.pools.pool import eventually, worker
 from support.redis.deployments import plain
 from support.redis.roles import create
 from support.specimens.messages import tokens
 from typer.testing import CliRunner
 
-from rolloutmq import RolloutClient, WaitTimeout
+from rolloutmq import RolloutClient, Staleness, WaitTimeout
 from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer import diagnosis
@@ -137,3 +138,19 @@ async def test_who_may_not_look_is_told_that(redis_server: EmbeddedRedis) -> Non
             with pytest.raises(WaitTimeout, match=told):
                 await (await client.submit(tokens())).result(0.5)
         waits._pools.clear()
+
+
+async def test_a_wait_for_the_next_update_says_so(
+    redis_db: str, client: RolloutClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No reading of the pool has it: there is no job."""
+    monkeypatch.setattr("rolloutmq.producer.training.feed.SAY_S", 0.05)
+    async with worker(redis_db):
+        feed = client.feed(Staleness(eta=0, batch_size=2, on_stale="mark"))
+        job, more = prompts(2)
+        await feed.submit(job)
+        feed.train(await feed.batch())
+        waits = asyncio.create_task(feed.submit(more))
+        await eventually(lambda: "call advance()" in caplog.text)
+        feed.advance(1)
+        await waits
