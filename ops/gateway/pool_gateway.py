@@ -116,7 +116,7 @@ class PoolGateway:
         except BaseException:
             call.settle(0)
             if request is not None:
-                await self.requests.drop(request)
+                self._drop(request)
             raise
         call.leave = partial(stream.leave, stay=call.key is not None)
         task = self._mine(request, self._charged(call, stream.task))
@@ -148,7 +148,7 @@ class PoolGateway:
             try:
                 call.admission = await self.quotas.admit(call.tenant, call.most)
             except BaseException:
-                await self.requests.drop(request)
+                self._drop(request)
                 raise
 
     def job(self, call: Call, job: J) -> J:

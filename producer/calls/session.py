@@ -176,11 +176,10 @@ class Session:
         """
         job = self._job(prompt, fields)
         with self._under_way(job), self._core.inbox.reserved(job.id):
-            handle = await self._core.submit(job)
             try:
-                (result,) = await self._core.wait(handle, timeout)
+                (result,) = await self._core.wait(await self._core.submit(job), timeout)
             except (WaitTimeout, asyncio.CancelledError):
-                await self._give_up(handle)
+                await self._give_up(Handle(job.id, job.group, job.n))
                 raise
             self._take(job, result)
         return result

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
+
+from redis.exceptions import RedisError
 
 from ...messages import errors
 from ...messages.errors import (
@@ -20,7 +24,9 @@ from ..control import NO_ANSWER, Answer, Answers
 from .calls import Calls
 from .core import EngineCore, positive_seconds
 
+log = logging.getLogger(__name__)
 COMMAND_S = 120.0
+LET_GO_S = 10.0
 MEMORY_S = 60.0
 """SkyRL's default of `sleep` and `wake_up`."""
 _CANNOT = frozenset({"RequestRefused", "UnknownAction"})
@@ -73,14 +79,24 @@ class WorkerControl:
 
     async def halt(self, mode: str) -> None:
         """Halt all workers and the samples that they run. mode: "in_place" or "retract"."""
+        self.halted = mode  # also if it is cancelled, or one refuses: the others are
         await self.ask("pause", {"mode": mode})
-        self.halted = mode
 
     async def resume(self) -> None:
         """Let the workers go on, if this engine halted them."""
         if self.halted:
             await self.ask("resume")
             self.halted = ""
+
+    async def let_go(self) -> None:
+        """Before this engine leaves. Workers that it halted go on. What sleeps does not wake: a trainer may use it."""
+        try:
+            async with asyncio.timeout(LET_GO_S):
+                await self.resume()
+        except (RolloutMQError, RedisError, OSError) as error:  # TimeoutError is an OSError
+            log.warning("workers may still be halted (`rolloutmq control resume`): %s", str(error) or "no answer")
+        if self.asleep:
+            log.warning("workers are left asleep (`rolloutmq control wake`): %s", ", ".join(sorted(self.asleep)))
 
     def check_takes_weights(self, what: str) -> None:
         """Raises RequestRefused if this engine has halted all workers in place."""

@@ -81,8 +81,9 @@ class SkyRLEngine(Sessions, Tasks, Extras):
 
     async def teardown(self) -> None:
         """End this engine's calls, leave the trainer's group and disconnect, in half a minute at most.
-        Workers go on. Later calls raise RolloutMQError. A second teardown does nothing."""
+        Workers go on, but for memory that sleeps. Later calls raise RolloutMQError. A second teardown does nothing."""
         if not self._core.closed:
+            await self._control.let_go()
             await self._core.close(self._weights.close)
             self._sessions.clear()
 

@@ -154,10 +154,11 @@ class WeightSync:
 
     async def _publish(self) -> tuple[PublishHandle, Shapes]:
         """Give the received tensors to the publisher. Returns their shapes too. The caller holds `turn`."""
-        tensors = self._staged.take()
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         publisher = await self._opened_publisher()
-        self._staged.check(shapes, await self._checkpoint(publisher))
+        checkpoint = await self._checkpoint(publisher)
+        tensors = self._staged.take()  # not before: whoever is cut off until here has lost nothing
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._staged.check(shapes, checkpoint)
         version = self._next_version(publisher)
         return await asyncio.to_thread(publisher.publish, version, tensors), shapes
 
@@ -289,7 +290,8 @@ class WeightSync:
     async def close(self) -> None:
         """Leave the trainer's group, and close the publisher if it is the engine's own."""
         self._leave()
-        self._staged.take()
+        if dropped := self._staged.take():
+            log.warning("%d tensors were received and never published", len(dropped))
         if self._publisher is not None and self._own_publisher:
             publisher, self._publisher = self._publisher, None
             await asyncio.to_thread(publisher.close)

@@ -40,7 +40,7 @@ class Colocated:
         if not isinstance(tags, list | tuple) or any(tag not in MEMORY_TAGS for tag in tags):
             raise InvalidField("colocated", tags, f"a list of {', '.join(MEMORY_TAGS)}")
         self.tags = tuple(tags)
-        self._asleep = True  # as a trainer that was killed may have left them
+        self._asleep: bool | None = None  # None: some may be, as a trainer that was killed may have left them
         self._hooks: list[Any] = []
         self._trainer: Any = None
         self._control: BlockingPoolControl | None = None
@@ -58,12 +58,13 @@ class Colocated:
     def sleep(self) -> None:
         """Returns when all workers sleep."""
         if self.tags and not self._asleep:
+            self._asleep = None
             self._all("sleep", self.tags)
             self._asleep = True
 
     def wake(self, *tags: MemoryTag) -> None:
         """Returns when all workers have this memory again; all of it, if none is named."""
-        if self.tags and self._asleep:
+        if self.tags and self._asleep is not False:
             self._all("wake", tags)
             self._asleep = bool(tags)
 
@@ -73,7 +74,7 @@ class Colocated:
         while self._hooks:
             self._hooks.pop().remove()
         trainer, self._trainer, deadline = self._trainer, None, time.monotonic() + COMMAND_S
-        if trainer is not None and self._asleep and trainer.accelerator.is_main_process:
+        if trainer is not None and self._asleep is not False and trainer.accelerator.is_main_process:
             try:
                 while stale := [name for name, it in self._until_all("wake", ()).results.items() if it["stale"]]:
                     if time.monotonic() > deadline:
@@ -81,7 +82,7 @@ class Colocated:
                     time.sleep(AGAIN_S)
             except (RolloutMQError, RedisError, OSError) as error:
                 log.warning("workers may still be asleep, or without weights (`rolloutmq doctor`): %s", error)
-        self._asleep = True
+        self._asleep = None
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -137,11 +137,11 @@ class PoolRollouts:
             GenerateJob.build(token_ids=list(ids), n=len(list(same)), **bounds | self._exact())
             for ids, same in itertools.groupby(map(list, prompts))
         ]
-        handles = client.submit_many(jobs, timeout=None)
         try:
+            handles = client.submit_many(jobs, timeout=None)
             results = [result for handle in handles for result in client.wait(handle)]
         except BaseException:
-            client.cancel(handles)
+            client.cancel_all()
             raise
         return prompts, [it.token_ids.tolist() for it in results], [list(_logprobs(it)) for it in results], None
 

@@ -12,6 +12,7 @@ from support.pools.pool import check_scripted, eventually, worker
 from support.specimens.byte_tokenizer import END, START, Bytes
 
 from rolloutmq import InvalidField, JobFailed, RolloutClient, RolloutMQError, SamplingParams, WaitTimeout
+from rolloutmq.messages import Broker
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 SHORT = SamplingParams(max_new_tokens=4)
@@ -179,6 +180,25 @@ async def test_a_turn_that_is_on_its_way_to_the_pool_is_cancelled_when_it_is_the
     with pytest.raises(JobFailed, match="cancelled"):
         await turn
     await closing
+
+
+async def test_a_turn_whose_caller_leaves_while_it_is_submitted_leaves_no_job(
+    client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, enqueue = asyncio.Event(), Broker.enqueue
+
+    async def never_answered(*args: Any, **more: Any) -> Any:
+        await enqueue(*args, **more)
+        there.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Broker, "enqueue", never_answered)
+    turn = asyncio.create_task(client.session(token_ids=[1], sampling=SHORT).generate())
+    await there.wait()
+    turn.cancel()
+    await asyncio.wait({turn})
+    assert turn.cancelled()
+    assert (client.outstanding, (await client.load()).open_jobs) == (0, 0)
 
 
 async def test_bad_input_is_named(client: RolloutClient) -> None:

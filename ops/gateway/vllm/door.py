@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,6 @@ class VLLMDoor(Door):
         super().__init__(gateway)
         self._control = control
         self._receivers: dict[str, Any] = {}
-        self._threads = ThreadPoolExecutor(8, "receivers")  # a trainer that does not come keeps no other work waiting
 
     def routes(self) -> list[Route]:
         """All of them."""
@@ -162,7 +160,10 @@ class VLLMDoor(Door):
         await self._control.receive(tenant, await self._blocking(receiver.receive, info))
 
     async def _blocking(self, call: Callable[..., Any], *given: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *given)
+        """A trainer that does not come keeps no other work waiting, nor the end of this process."""
+        from ....sync.wire import begin  # noqa: PLC0415 – torch
+
+        return await asyncio.shield(asyncio.wrap_future(begin(partial(call, *given))))
 
     async def _finish(self, tenant: Tenant, body: dict[str, Any]) -> Any:
         said = body.get("weight_version", body.get("new_version"))

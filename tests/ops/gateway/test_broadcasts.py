@@ -21,13 +21,14 @@ import torch
 from support.gateways import gateway
 from support.keys import bearer, keys_file
 from support.pools import skyrl_trainer
-from support.pools.pool import Running, worker
+from support.pools.pool import Running, eventually, worker
 from support.pools.served import port
 from support.pools.skyrl_trainer import SHAPES, weights
 from support.pools.vllm_trainer import packed, pickled_id
 from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from rolloutmq.messages.errors import InvalidField
+from rolloutmq.messages.errors import InvalidField, RedisUnavailable
+from rolloutmq.ops.gateway.facts import PoolFacts
 from rolloutmq.ops.gateway.vllm.receiver import Receiver, flushed, read_info, read_init, unique_id
 
 ASKED = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
@@ -66,8 +67,15 @@ def _hears(process: Any, answer: str) -> None:
     assert process.stdout.readline().strip() == answer
 
 
-async def test_a_group_of_sglangs_with_and_without_an_end(redis_db: str, tmp_path: Path) -> None:
-    """slime and AReaL say neither begin nor end: an update ends when generation continues."""
+async def test_a_group_of_sglangs_with_and_without_an_end(
+    redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slime and AReaL say neither begin nor end: an update ends when generation continues. An end that fails may be
+    asked for again."""
+
+    async def away(*_: Any) -> None:
+        raise RedisUnavailable("no Redis")
+
     async with worker(redis_db) as running, gateway(redis_db, weights_from=tmp_path) as client:
         with trainer() as tell:
             at = port()
@@ -89,6 +97,9 @@ async def test_a_group_of_sglangs_with_and_without_an_end(redis_db: str, tmp_pat
                 await done(client, "/update_weights_from_distributed", update | said)
                 await asyncio.to_thread(tell, "", "sent")
                 assert running.status.version < version, "it is staged"
+                with monkeypatch.context() as silent:
+                    silent.setattr(PoolFacts, "read", away)
+                    assert (await client.post(ends, json={"abort_all_requests": False})).status_code == 503
                 ended = await done(client, ends, {"new_version": "7", "abort_all_requests": False})
                 assert ended.get("weight_version", str(version)) == str(version)
                 await done(client, "/continue_generation")
@@ -165,6 +176,26 @@ async def test_an_update_of_vllms_is_one_version_when_it_is_finished(
             assert (await client.post("/update_weights", json=body)).status_code == 400
         for method in ("update_weights_ipc", "eval", None, {"a": 1}):
             assert (await client.post("/collective_rpc", json={"method": method})).status_code == 400
+
+
+async def test_a_gateway_that_waits_for_a_trainer_may_end(
+    redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of its process waits for no thread of these."""
+    waiting, came = list[threading.Thread](), threading.Event()
+
+    def join(*_: Any) -> None:
+        waiting.append(threading.current_thread())
+        came.wait()
+
+    monkeypatch.setattr("rolloutmq.ops.gateway.vllm.receiver.Receiver", join)
+    async with gateway(redis_db, weights_from=tmp_path) as client:
+        info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+        asked = asyncio.create_task(done(client, "/init_weight_transfer_engine", {"init_info": info}))
+        await eventually(lambda: waiting)
+        came.set()
+        await asked
+    assert waiting[0].daemon
 
 
 async def test_broadcasts_are_for_who_owns_the_pool(redis_db: str, tmp_path: Path) -> None:

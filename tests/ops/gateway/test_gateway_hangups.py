@@ -17,6 +17,8 @@ from support.pools.pool import Running, eventually, runs, worker
 from rolloutmq.messages import connect
 from rolloutmq.messages.broker import broker_of
 from rolloutmq.ops.gateway import HttpServer
+from rolloutmq.ops.gateway.core import Core
+from rolloutmq.ops.gateway.requests import Requests
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 4000, "return_token_ids": True}
@@ -93,6 +95,23 @@ async def test_a_request_with_a_key_goes_on_and_its_answer_is_there_later(slow: 
     async with asking(here, body) as reader:
         assert b'"finish_reason":"length"' in await reader.readuntil(b"data: [DONE]")
     assert running.generation.finished == 1
+
+
+async def test_a_stream_with_a_key_that_redis_broke_off_may_be_asked_for_again(
+    slow: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: Any) -> None:
+        raise ConnectionError("Redis is away")
+
+    here, _ = slow
+    body = LONG | {"max_tokens": 20, "request_id": "r-2", "stream": True}
+    with monkeypatch.context() as silent:
+        silent.setattr(Core, "stream", away)
+        silent.setattr(Requests, "_finish", away)
+        async with asking(here, body) as reader:
+            assert b" 503 " in await reader.readline()
+    async with asking(here, body) as reader:
+        assert b'"finish_reason":"length"' in await reader.readuntil(b"data: [DONE]")
 
 
 async def test_a_gateway_that_leaves_lets_its_streams_end(redis_db: str) -> None:

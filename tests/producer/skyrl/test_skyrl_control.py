@@ -17,9 +17,10 @@ from support.pools.skyrl import check_output, engine, joined
 from support.pools.skyrl_trainer import NAMES, adapter, request, weights
 
 from rolloutmq.messages import Broker, InvalidField
-from rolloutmq.messages.errors import FeatureUnavailable, RequestRefused, RolloutMQError
+from rolloutmq.messages.errors import FeatureUnavailable, RequestRefused, RolloutMQError, WaitTimeout
 from rolloutmq.producer.inbox import features
 from rolloutmq.producer.skyrl import IncompleteWeights, MemoryTag, extras
+from rolloutmq.producer.skyrl.control import WorkerControl
 from rolloutmq.worker.engine import EngineInfo
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -109,6 +110,33 @@ async def test_sleep_that_cannot_be(redis_db: str) -> None:
             with pytest.raises(InvalidField, match=next(iter(wrong))):
                 await it.sleep(**wrong)  # type: ignore[arg-type]
         assert len((await it.generate(PROMPT))["response_ids"]) == 1
+
+
+async def test_what_was_halted_goes_on_whatever_went_wrong(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def late(*_: Any) -> None:
+        raise WaitTimeout("one of the workers is slow", "")
+
+    async with worker(redis_db) as running, engine(redis_db) as it:
+        await joined(it)
+        frozen = running.generation.state.frozen
+        with monkeypatch.context() as slowly:
+            slowly.setattr(WorkerControl, "done", late)
+            with pytest.raises(WaitTimeout):
+                await it.pause_generation(mode="in_place")
+        assert frozen.holds
+        await it.continue_generation()
+        assert not frozen.holds
+        await it.pause_generation(mode="in_place")
+        await it.teardown()
+        assert not frozen.holds
+
+
+async def test_an_engine_that_ends_says_what_it_leaves_asleep(redis_db: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with worker(redis_db), engine(redis_db) as it:
+        await joined(it)
+        await it.sleep(tags=["weights"])
+        await it.teardown()
+    assert "workers are left asleep (`rolloutmq control wake`): weights" in caplog.text
 
 
 async def test_caches(redis_db: str) -> None:

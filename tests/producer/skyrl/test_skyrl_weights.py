@@ -22,8 +22,9 @@ from support.pools.skyrl_trainer import NAMES, SHAPES, request, weights
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import InvalidField
-from rolloutmq.messages.errors import TransferTimeout, WeightSyncError
+from rolloutmq.messages.errors import RedisUnavailable, TransferTimeout, WeightSyncError
 from rolloutmq.producer.skyrl import IncompleteWeights, SkyRLEngine
+from rolloutmq.producer.skyrl.weights import WeightSync
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 PROMPT: Any = {"prompt_token_ids": [[1, 2]], "sampling_params": {"max_tokens": 4}}
@@ -191,6 +192,22 @@ async def test_what_is_given_may_change_at_once(redis_db: str) -> None:
             tensor.zero_()
         assert await version_of(it) == "1"
         check_equal(running, 1)
+
+
+async def test_what_fails_before_a_version_is_made_costs_no_tensor(
+    redis_db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: Any) -> None:
+        raise RedisUnavailable("no Redis")
+
+    async with worker(redis_db), engine(redis_db) as it:
+        await joined(it)
+        await it.update_named_weights(request(1))
+        with monkeypatch.context() as silent:
+            silent.setattr(WeightSync, "_checkpoint", away)
+            with pytest.raises(RedisUnavailable):
+                await it.generate(PROMPT)
+        assert await version_of(it) == "1"
 
 
 async def test_a_sync_without_some_tensors_is_refused_before_anything_is_announced(redis_db: str) -> None:

@@ -185,13 +185,13 @@ async def told(broker: Broker) -> bool:
 async def test_a_worker_that_cannot_sleep_ends_training_with_its_reason(
     tiny: Path, redis_db: str, tmp_path: Path
 ) -> None:
-    async with echoing(redis_db) as one:
+    async with echoing(redis_db) as one, echoing(redis_db) as two:
         one.engine.ops.can_sleep = False
         trainer, rollouts = made.grpo_trainer(tiny, tmp_path, redis_db, colocated=KV)
         with pytest.raises(CommandFailed, match=rf"sleep: {one.id}: RequestRefused: .*memory saver"):
             await asyncio.to_thread(trainer.train)
         await asyncio.to_thread(rollouts.close)
-        assert one.status.state == "serving"
+        assert one.status.state == two.status.state == "serving", "the other one slept"
 
 
 @pytest.mark.parametrize("tags", ["kv_cache", ["kv"], [["kv_cache"]], {"kv_cache"}, None])
