@@ -25,7 +25,10 @@ class Pauses:
 
     async def set(self, tenant: str, paused: bool) -> None:
         """From now on, here; at other gateways within a second. Raises RedisError."""
-        await (self._redis.hset(self._key, tenant, int(time.time())) if paused else self._redis.hdel(self._key, tenant))
+        if paused:
+            await self._redis.hset(self._key, tenant, (await self._redis.time())[0])
+        else:
+            await self._redis.hdel(self._key, tenant)
         self._at = float("-inf")
 
     async def paused(self, tenant: str, max_age_s: float = 0.0) -> bool:

@@ -111,8 +111,10 @@ class Weights:
         """Publish what was received, if anything was, and return the newest version. Raises WeightSyncError."""
         async with self._turn:
             if self._engine is not None and self._came:
-                await self._number(self._engine, self._said if said is None else said)  # it publishes, too
+                version = await self._number(self._engine, self._said if said is None else said)  # it publishes, too
                 self._came = False
+                if (await self._facts.read(0.0)).committed < version:
+                    raise WeightSyncError("what was received could not be published before: send it again")
             return (await self._facts.read(0.0)).committed
 
     async def _number(self, engine: SkyRLEngine, said: int | None) -> int:

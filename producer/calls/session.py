@@ -12,6 +12,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from redis.exceptions import RedisError
 
 from ...messages.arguments import checks_arguments
 from ...messages.errors import InvalidField, RolloutMQError, WaitTimeout
@@ -276,8 +277,8 @@ class Session:
 
     async def _give_up(self, turn: Handle) -> None:
         """Cancel a turn, and drop what still comes of it."""
-        await self._core.cancel([turn])
-        with contextlib.suppress(RolloutMQError):
+        with contextlib.suppress(RolloutMQError, RedisError, OSError):  # why it is given up is what its caller hears
+            await self._core.cancel([turn])
             await self._core.wait(turn, SETTLE_S)
 
     def _take(self, job: GenerateJob, result: RolloutResult) -> None:

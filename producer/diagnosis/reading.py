@@ -66,7 +66,7 @@ class PoolReading:
     preferring: for the worker that they prefer. needs: for what
     only some engines can do.
     alone: worker -> the job on its last chance that it runs without others.
-    refuses: why Redis takes no writes, "" if it does, or a worker lives, or this user may write nothing.
+    refuses: by shard, why its Redis takes no writes, as far as this user may write; asked where no worker has a lease.
     unreached: shards with jobs where no worker has a lease, though some have one at home. tenants: those that have
     paused at a gateway, and since when.
     refused: None if nobody was refused lately. memory, memory_limit: bytes of the fullest server; 0 if it has no limit,
@@ -101,7 +101,7 @@ class PoolReading:
     refused: Refused | None = None
     memory: int = 0
     memory_limit: int = 0
-    refuses: str = ""
+    refuses: Mapping[int, str] = field(default_factory=dict)
     unreached: tuple[int, ...] = ()
     tenants: Mapping[str, float] = field(default_factory=dict)
 
@@ -162,8 +162,11 @@ async def _read_once(broker: Broker) -> PoolReading:
             away[other.keys.shard] = str(error) or f"no answer within {ONCE_S:g} s"
     reading = await _read_home(home, parts, away)
     alone = [await _alone(part, reading.workers) for part in reading.parts_there(broker)]
-    refuses = "" if reading.alive else await _refuses(home)
-    return replace(reading, alone={worker: job for one in alone for worker, job in one.items()}, refuses=refuses)
+    empty = [broker.parts[shard] for shard in reading.unreached] if reading.alive else [home]
+    refuses = {part.keys.shard: why for part in empty if (why := await _refuses(part))}
+    unreached = tuple(shard for shard in reading.unreached if shard not in refuses)
+    found = {worker: job for one in alone for worker, job in one.items()}
+    return replace(reading, alone=found, refuses=refuses, unreached=unreached)
 
 
 async def _refuses(part: Broker) -> str:
@@ -171,10 +174,9 @@ async def _refuses(part: Broker) -> str:
     try:
         with within(0.0):
             await part.redis.delete(f"{part.keys.prefix}none")  # which is never there
-    except RedisRefused as refusal:
-        return str(refusal)
-    except NoPermissionError:
-        pass
+    except (RedisError, OSError) as error:  # without rights, for one: the rest has been read
+        replica = "Redis takes no writes: it is a replica" if "READONLY" in str(error) else ""
+        return str(error) if isinstance(error, RedisRefused) else replica
     return ""
 
 
@@ -343,7 +345,9 @@ async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> 
         lease_ends={text(worker): at + (end - first.clock_ms) / 1000 for worker, end in first.leases},
         shards_away=away,
         unreached=tuple(it.shard for it in parts if it.load.open_jobs and not it.living) if first.living else (),
-        tenants={text(name): float(whole(since)) for name, since in paused.items()},
+        tenants={
+            text(name): float(whole(since)) for name, since in paused.items() if since != b"1"
+        },  # an older gateway's
         starting=dict(_starting(starts, first.now_ms)),
         start_s=whole(starts.get(b"")) / 1000,
         committed=committed,

@@ -19,9 +19,9 @@ TASKS = "task:"
 def reasons(reading: PoolReading) -> list[Reason]:
     """Why jobs wait, the one that explains most first; and faults that would stop jobs, if none waits. Empty if all is
     well."""
-    found = [*_of_redis(reading), *_of_workers(reading), *_of_jobs(reading)]
-    if reading.load.open_jobs and not found:
-        found = list(_slow(reading))
+    found = [*_of_redis(reading), *_of_workers(reading), *_of_jobs(reading), *_of_tenants(reading)]
+    if reading.load.open_jobs and not any(reason.stops for reason in found):
+        found += _slow(reading)
     first = {reason.cause: reason for reason in reversed(found)}
     return sorted(first.values(), key=lambda reason: (not reason.stops, CAUSES.index(reason.cause)))
 
@@ -37,8 +37,9 @@ def _of_redis(reading: PoolReading) -> Iterator[Reason]:
         told = f"Redis uses {_mib(reading.memory)} of {_mib(reading.memory_limit)} maxmemory, and refuses to write"
         do = "Give Redis more memory, cancel jobs, or drop results that nobody takes (`rolloutmq replies list`)."
         yield Reason("redis-memory", told, do)
-    if reading.refuses:
-        yield Reason("redis-refuses", reading.refuses.rstrip("."), "Mend that: the workers come again by themselves.")
+    for shard, why in reading.refuses.items():
+        told = f"shard {shard}: {why}" if shard else why
+        yield Reason("redis-refuses", told.rstrip("."), "Mend that: the workers come again by themselves.")
     if (refused := reading.refused) is not None:
         load, since = reading.load, reading.at - refused.s
         if refused.why == "unread":
@@ -59,9 +60,6 @@ def _of_workers(reading: PoolReading) -> Iterator[Reason]:
     if (lost := weights_lost(reading, stops=waits)) is not None:
         yield lost
     yield from reasons_of_workers(reading, reading.alive, stops=waits)
-    if paused := {name: since for name, since in reading.tenants.items() if reading.at - since >= PAUSE_S}:
-        told = f"new requests of {', '.join(sorted(paused))} wait at the gateways: their tenant has paused"
-        yield Reason("paused", told, "Let it resume: POST /resume.", min(paused.values()), stops=False)
 
 
 def _of_jobs(reading: PoolReading) -> Iterator[Reason]:
@@ -109,6 +107,12 @@ def _of_exact(reading: PoolReading) -> Iterator[Reason]:
             yield from reasons_of_workers(reading, having, stops=True, group=f"{_jobs(jobs)} for version {version}")
 
 
+def _of_tenants(reading: PoolReading) -> Iterator[Reason]:
+    if paused := {name: since for name, since in reading.tenants.items() if reading.at - since >= PAUSE_S}:
+        told = f"new requests of {', '.join(sorted(paused))} wait at the gateways: their tenant has paused"
+        yield Reason("paused", told, "Let it resume: POST /resume.", min(paused.values()), stops=False)
+
+
 def _of_needs(reading: PoolReading, waiting: Waiting) -> Iterator[Reason]:
     names = [name for name in waiting.names if name != "generate"]
     told = f"{_jobs(waiting.jobs)} for {', '.join(names or waiting.names)}"
@@ -133,9 +137,11 @@ def _of_claims(reading: PoolReading) -> Iterator[Reason]:
         worker, job = next(iter(reading.alone.items()))
         told = f"job {job} has lost its worker before: on its last chance it runs without others on {worker}"
         yield Reason("suspect", told, f"Wait for it, or `rolloutmq cancel {job}`; `rolloutmq job {job}` has its life.")
-    elif suspects := reading.load.suspects:
-        told = f"{_jobs(suspects)} on their last chance for a worker that can run them, without others"
-        yield Reason("suspect", told, "Start one with the features, version and adapter that they ask for, or cancel.")
+    elif reading.load.suspects and not reading.alone:
+        told = (
+            f"{_jobs(reading.load.suspects)} for a last chance: a worker runs them one by one when it has ended its own"
+        )
+        yield Reason("suspect", told, "Wait; if none does, start one with the features and the version that they need.")
     if reading.unclaimed:
         slots = sum(worker.max_running - worker.held for worker in reading.free)
         told = f"{reading.ready} jobs wait for any worker beside {slots} free slots, of {reading.free[0].worker_id}"

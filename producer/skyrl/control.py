@@ -50,7 +50,7 @@ class WorkerControl:
 
     def __init__(self, core: EngineCore, calls: Calls) -> None:
         self._core, self._calls = core, calls
-        self.halted = ""
+        self.halted, self._to_lift = "", False
         self.asleep: set[str] = set()
 
     # --- commands --------------------------------------------------------------------------------------------------
@@ -79,14 +79,15 @@ class WorkerControl:
 
     async def halt(self, mode: str) -> None:
         """Halt all workers and the samples that they run. mode: "in_place" or "retract"."""
-        self.halted = mode  # also if it is cancelled, or one refuses: the others are
+        self._to_lift = True  # also if it is cancelled, or one refuses: the others are halted
         await self.ask("pause", {"mode": mode})
+        self.halted = mode
 
     async def resume(self) -> None:
-        """Let the workers go on, if this engine halted them."""
-        if self.halted:
+        """Let the workers go on, if this engine halted some of them."""
+        if self._to_lift:
             await self.ask("resume")
-            self.halted = ""
+            self._to_lift, self.halted = False, ""
 
     async def let_go(self) -> None:
         """Before this engine leaves. Workers that it halted go on. What sleeps does not wake: a trainer may use it."""

@@ -25,7 +25,7 @@ from .versions import VersionNames
 
 KNOWN_S = 5.0
 """The oldest list of workers, in seconds, for calls where a new one would block the caller's event loop."""
-TEARDOWN_S = 30.0
+TEARDOWN_S = 20.0
 INTERFACES = (
     "skyrl_train.inference_engines.base",
     "skyrl.backends.skyrl_train.inference_engines.base",

@@ -68,16 +68,16 @@ class Colocated:
             self._all("wake", tags)
             self._asleep = bool(tags)
 
-    def close(self) -> None:
-        """Let go of the trainer, and leave no worker asleep, nor without weights that only this trainer has. Call it
-        while they are still offered. Whatever hinders that is logged."""
+    def close(self, *, offered: bool = False) -> None:
+        """Let go of the trainer, and leave no worker asleep; nor without weights, if they are `offered` to those that
+        come late. Whatever hinders that is logged."""
         while self._hooks:
             self._hooks.pop().remove()
         trainer, self._trainer, deadline = self._trainer, None, time.monotonic() + COMMAND_S
         if trainer is not None and self._asleep is not False and trainer.accelerator.is_main_process:
             try:
                 while stale := [name for name, it in self._until_all("wake", ()).results.items() if it["stale"]]:
-                    if time.monotonic() > deadline:
+                    if not offered or time.monotonic() > deadline:
                         raise WaitTimeout(f"no weights have come to {', '.join(stale)}")
                     time.sleep(AGAIN_S)
             except (RolloutMQError, RedisError, OSError) as error:

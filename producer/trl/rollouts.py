@@ -77,13 +77,15 @@ class PoolRollouts:
 
     def close(self) -> None:
         """Wake the workers and disconnect. Safe to call twice; the next call connects again and sends the weights."""
-        self._shared.close()
         client, self._client = self._client, None
-        if client is not None:
-            client.close()
-        self.weights.destroy()
-        if self._trainer is not None:
-            self._trainer._last_loaded_step = None
+        try:
+            self._shared.close(offered=(sent := self.weights.report) is not None and sent.state == "committed")
+        finally:
+            if client is not None:
+                client.close()
+            self.weights.destroy()
+            if self._trainer is not None:
+                self._trainer._last_loaded_step = None
 
     # --- what PoolFigures asks --------------------------------------------------------------------------------------
 

@@ -76,6 +76,9 @@ async def test_a_group_of_sglangs_with_and_without_an_end(
     async def away(*_: Any) -> None:
         raise RedisUnavailable("no Redis")
 
+    def no_room(_: Any) -> None:
+        raise RuntimeError("no room")
+
     async with worker(redis_db) as running, gateway(redis_db, weights_from=tmp_path) as client:
         with trainer() as tell:
             at = port()
@@ -106,6 +109,14 @@ async def test_a_group_of_sglangs_with_and_without_an_end(
                 check_served(running, version, version)
             found = await done(client, "/generate", ASKED)
             assert found["meta_info"]["weight_version"] == "7"
+            tell("send group 8", "")
+            await done(client, "/update_weights_from_distributed", update)
+            await asyncio.to_thread(tell, "", "sent")
+            with monkeypatch.context() as full:
+                full.setattr(running.engine, "load_weights", no_room)
+                told = [(await client.post("/continue_generation", json={})).json()["error"]["message"] for _ in "12"]
+            assert "served by nobody" in told[0]
+            assert "send it again" in told[1]
             await done(client, "/destroy_weights_update_group", {"group_name": "group"})
             answer = await client.post(
                 "/update_weights_from_distributed", json=update | {"load_format": "flattened_bucket"}

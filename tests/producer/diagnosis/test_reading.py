@@ -11,9 +11,11 @@ from support.pools.pool import status
 from support.specimens.messages import tokens
 
 from rolloutmq import RolloutClient
-from rolloutmq.messages import Broker
+from rolloutmq.messages import Broker, connect
+from rolloutmq.messages.broker import broker_of
 from rolloutmq.messages.redis import Keys, PoolRedis
 from rolloutmq.ops.gateway.pauses import Pauses
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer.diagnosis import read_pool, reasons
 
 KEYS = ("weights", "holders", "starting", "clock")
@@ -57,8 +59,16 @@ async def test_a_step_of_redis_clock_ends_no_lease(broker: Broker, db: Redis, jo
 @pytest.mark.one_shard
 async def test_a_tenant_that_has_paused_is_seen(broker: Broker, db: Redis) -> None:
     await Pauses(cast("PoolRedis", db), "default").set("a", True)
+    await db.hset(broker.keys.paused, "b", "1")  # by an older gateway, which does not say since when
     reading = await read_pool(broker)
-    assert reading.tenants["a"] == pytest.approx(reading.at, abs=5)
+    assert reading.tenants == {"a": pytest.approx(reading.at, abs=5)}
+
+
+async def test_a_replica_is_read_all_the_same(redis_server: EmbeddedRedis) -> None:
+    async with connect(redis_server.url, pool="default") as client:
+        await client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        reading = await read_pool(broker_of(client, "default"))
+    assert reading.refuses == {0: "Redis takes no writes: it is a replica"}
 
 
 @pytest.mark.one_shard

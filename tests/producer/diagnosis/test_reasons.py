@@ -33,7 +33,7 @@ BEHIND = {"state": "syncing", "blocks": ("unavailable",), "why": "nobody offers 
 STANDSTILLS: dict[str, PoolReading] = {
     "shard-away": reading(status("w1"), shards_away={1: "refused"}),
     "redis-memory": reading(status("w1"), memory=99 << 20, memory_limit=100 << 20),
-    "redis-refuses": reading(silent=("w1",), refuses="Redis takes no writes: MISCONF."),
+    "redis-refuses": reading(silent=("w1",), refuses={0: "Redis takes no writes: MISCONF."}),
     "pool-full": reading(status("w1"), refused=Refused("jobs", "c", 1.0)),
     "client-full": reading(status("w1"), refused=Refused("unread", "c", 1.0)),
     "weights-lost": reading(status("w1", **BEHIND), committed=7, offered_by=frozenset({""})),
@@ -82,6 +82,8 @@ def test_what_is_told_says_who_did_it_since_when_and_what_to_do() -> None:
 
 def test_one_worker_that_serves_is_enough() -> None:
     assert [it.cause for it in reasons(reading(paused(), status("w2", held=1)))] == ["slow"]
+    suspects: dict[str, Any] = {"load": {"suspects": 2}, "alone": {"w1": "a"}}
+    assert [it.cause for it in reasons(reading(status("w1"), status("w2", held=1), **suspects))] == ["slow"]
 
 
 def test_a_pool_without_jobs_has_only_faults() -> None:
@@ -126,7 +128,7 @@ def test_a_worker_that_loads_its_engine_is_no_worker_yet() -> None:
 @pytest.mark.parametrize(
     ("known", "told"),
     [
-        ({"load": {"suspects": 2}}, "suspect: 2 jobs wait on their last chance for a worker"),
+        ({"load": {"suspects": 2}}, "suspect: 2 jobs wait for a last chance: a worker runs them"),
         ({"unreached": (1,)}, "shard-away: no worker reaches shard 1 of the pool"),
         ({"needs": (Waiting(("exact_version", "generate", "seed", "version=4"), 2, True),)}, "exact-version: 2 jobs"),
         ({"ready": 0}, "slow: 1 jobs wait behind 0 samples in 1 slots, at 0 tokens/s. None runs; see one"),
@@ -136,6 +138,14 @@ def test_a_worker_that_loads_its_engine_is_no_worker_yet() -> None:
 def test_what_waits_beside_a_worker_that_serves(known: dict[str, Any], told: str) -> None:
     (reason,) = reasons(reading(status("w1", version=3, features=("exact_version", "seed")), **known))
     assert reason.told(NOW).startswith(told)
+
+
+def test_a_paused_tenant_hides_no_pause_that_jobs_wait_for_nor_that_work_is_slow() -> None:
+    tenants, behind = {"a": NOW - 99}, Held(2, 3)
+    found = reasons(reading(status("w1", held=1), paused(version=3), tenants=tenants, behind=behind))
+    assert [(it.cause, it.stops) for it in found] == [("paused", True)]
+    found = reasons(reading(status("w1", held=1), tenants=tenants))
+    assert [(it.cause, it.stops) for it in found] == [("slow", True), ("paused", False)]
 
 
 def test_a_worker_that_keeps_its_version_does_not_hide_that_the_pools_is_lost() -> None:

@@ -131,6 +131,18 @@ async def test_what_was_halted_goes_on_whatever_went_wrong(redis_db: str, monkey
         assert not frozen.holds
 
 
+async def test_a_pause_that_was_refused_hinders_no_other_one(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuses(*_: Any, **__: Any) -> None:
+        raise RequestRefused("none here can")
+
+    async with worker(redis_db), engine(redis_db) as it:
+        await joined(it)
+        monkeypatch.setattr(WorkerControl, "ask", refuses)
+        with pytest.raises(RequestRefused):
+            await it.pause_generation(mode="in_place")
+        await it.pause_generation(mode="abort")
+
+
 async def test_an_engine_that_ends_says_what_it_leaves_asleep(redis_db: str, caplog: pytest.LogCaptureFixture) -> None:
     async with worker(redis_db), engine(redis_db) as it:
         await joined(it)
