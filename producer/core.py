@@ -51,6 +51,11 @@ JOURNAL_S = 1.0
 """That a checkpoint waits for the journal's disk."""
 
 
+def left_of(deadline: float | None) -> float | None:
+    """Seconds until a deadline on time.monotonic(), 0 if it is over; None for none."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
 class ClientCore:
     """Submits jobs of one client and takes what comes of them. RolloutClient says what its arguments mean.
 

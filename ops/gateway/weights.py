@@ -110,12 +110,13 @@ class Weights:
     async def end(self, said: int | None = None) -> int:
         """Publish what was received, if anything was, and return the newest version. Raises WeightSyncError."""
         async with self._turn:
+            version = 0
             if self._engine is not None and self._came:
                 version = await self._number(self._engine, self._said if said is None else said)  # it publishes, too
                 self._came = False
-                if (await self._facts.read(0.0)).committed < version:
-                    raise WeightSyncError("what was received could not be published before: send it again")
-            return (await self._facts.read(0.0)).committed
+            if (committed := (await self._facts.read(0.0)).committed) < version:
+                raise WeightSyncError("what was received could not be published before: send it again")
+            return committed
 
     async def _number(self, engine: SkyRLEngine, said: int | None) -> int:
         last = self._publisher.last_version if self._publisher is not None else 0

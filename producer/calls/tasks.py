@@ -24,7 +24,7 @@ from ...messages.model import (
     TaskJob,
     TaskResult,
 )
-from ..core import ClientCore
+from ..core import ClientCore, left_of
 from ..sending import enqueued, send_all
 
 R = TypeVar("R", bound=TaskResult)
@@ -147,8 +147,7 @@ async def _take(
     core: ClientCore, job: TaskJob, kind: type[R], deadline: float | None, sending: asyncio.Task[None]
 ) -> list[R]:
     inbox = core.inbox
-    left = None if deadline is None else max(0.0, deadline - time.monotonic())
-    await core.until(lambda: inbox.is_over(job.id) or _failed(sending), left)
+    await core.until(lambda: inbox.is_over(job.id) or _failed(sending), left_of(deadline))
     if _failed(sending):
         await sending
     replies = inbox.take_job(job.id)

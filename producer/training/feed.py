@@ -15,7 +15,7 @@ from typing import Any
 from ...messages.arguments import checks_arguments
 from ...messages.errors import InvalidField, PoolBusy, WaitTimeout
 from ...messages.model import GenerateJob
-from ..core import ClientCore
+from ..core import ClientCore, left_of
 from ..inbox import HandOut
 from .asked import Asked, as_text
 from .batches import Batches
@@ -89,8 +89,8 @@ class RolloutFeed:
         await self._pool.begin()
         self.books.marks["held up"] += self.capacity < job.n
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            await self._until(lambda: self.capacity >= job.n, left, f"no room for {job.n} samples", timeout)
+            full = f"no room for {job.n} samples"
+            await self._until(lambda: self.capacity >= job.n, left_of(deadline), full, timeout)
             async with self._submitting:  # for one try: whoever waits for room holds up nobody
                 if self.capacity < job.n:
                     continue
@@ -170,7 +170,7 @@ class RolloutFeed:
                 self._pool.leave_out(self._late(source))
                 self._waited_s += time.monotonic() - began
                 return self._hand_out(found)
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = left_of(deadline)
             pause = left if not (busy or self._pool.busy) else RETRY_S if left is None else min(left, RETRY_S)
             try:
                 await self._until(news, pause, "nothing was ready for the trainer", timeout)
@@ -381,18 +381,18 @@ class RolloutFeed:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    async def _until(self, ready: Callable[[], bool], left: float | None, what: str, all_s: float | None) -> None:
+    async def _until(self, ready: Callable[[], bool], left: float | None, what: str, timeout: float | None) -> None:
         """Raises WaitTimeout, with reasons. A wait without an end on a pool that has nothing to do logs them, once."""
         while True:
             try:
                 return await self._core.until(ready, SAY_S if left is None and not self._said else left)
             except WaitTimeout as late:
-                asked, s = len(self._pool.asked), SAY_S if all_s is None else all_s
-                told = f"{what} within {s:g} s: {asked} prompts are under way"
+                within, asked = SAY_S if timeout is None else timeout, len(self._pool.asked)
+                told = f"{what} within {within:g} s: {asked} prompts are under way"
                 if self._handed:
                     told += f", {len(self._handed)} groups are at the trainer, neither trained nor dropped"
                 if self._held_up or not self.capacity:
-                    told += f". {self.staleness} lets in no more before an update: publish each one, call advance()"
+                    told += f". {self.staleness.full}"
                 if left is not None:
                     raise WaitTimeout(told, late.why) from None
                 if not asked:

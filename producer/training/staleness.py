@@ -72,6 +72,11 @@ class Staleness:
         return job.model_copy(update=bounds)
 
     @property
+    def full(self) -> str:
+        """What whoever waits for room is told."""
+        return f"{self} lets in no more before the next update: publish each one, and call advance()"
+
+    @property
     def needs_newest(self) -> bool:
         """Whether jobs start on the weights that the trainer had when they were accepted, or on newer ones.
 

@@ -37,8 +37,8 @@ class PoolRollouts:
     with seeds of its own, on deterministic workers. A trainer that is killed has to save a checkpoint after each step.
 
     colocated: memory of a GPU that trainer and workers share: all workers of the pool give it up while the trainer's
-    models compute ("kv_cache", "cuda_graph", "weights"; docs/recipes.md). `close` wakes them and waits until
-    they have weights.
+    models compute ("kv_cache", "cuda_graph", "weights"; docs/recipes.md). `close` wakes them and waits until they
+    have weights.
 
     The other arguments are those of PoolWeightTransfer. A call raises InvalidField for prompts with images, JobFailed
     for a completion that no worker can generate, and what PoolWeightTransfer raises. With `colocated` it raises
@@ -77,9 +77,9 @@ class PoolRollouts:
 
     def close(self) -> None:
         """Wake the workers and disconnect. Safe to call twice; the next call connects again and sends the weights."""
-        client, self._client = self._client, None
+        sent, client, self._client = self.weights.report, self._client, None
         try:
-            self._shared.close(offered=(sent := self.weights.report) is not None and sent.state == "committed")
+            self._shared.close(offered=sent is not None and sent.state == "committed")
         finally:
             if client is not None:
                 client.close()

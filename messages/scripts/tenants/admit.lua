@@ -10,8 +10,9 @@ local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local day = math.floor(now / 86400000)
 local f = redis.call('HMGET', spent, 'at', 'requests', 'tokens', 'day', 'used')
-local passed = math.max(0, now - (whole(f[1]) or now))
-if (whole(f[1]) or 0) > now then redis.call('HSET', spent, 'at', now) end   -- Redis' clock was set back
+local at = whole(f[1]) or now
+local passed = math.max(0, now - at)
+if at > now then redis.call('HSET', spent, 'at', now) end   -- Redis' clock was set back
 local function debt(text, limit)
   local owed = tonumber(text) or 0
   return owed > 0 and owed < 1e15 and math.max(0, owed - passed * limit / 60000) or 0

@@ -84,7 +84,7 @@ async def test_the_gate_opens_with_updates(client: RolloutClient, serving: None)
     assert feed.capacity == 0
     (late,) = prompts(3, start=2)
     with pytest.raises(
-        WaitTimeout, match=r"no room for 2 samples within 0.02 s: .* publish each one, call advance\(\)"
+        WaitTimeout, match=r"no room for 2 samples within 0.02 s: .* publish each one, and call advance\(\)"
     ):
         await feed.submit(late, 0.02)
     assert feed.books.numbers == 2, "not accepted"
